@@ -12,8 +12,6 @@ import pytest
 import yaml
 from support.running import Dtt
 
-Settings = Any
-
 
 @pytest.fixture(scope="module")
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -239,29 +239,18 @@ def test_if_all_checkpoints_are_malformed_training_exits_with_65_and_one_message
         seal(folder)
     done = Dtt(job.parents[1])("train", "jobs/t", expect=ExitCode.DAMAGED)
     assert done.stderr.count("none of the 2 checkpoints") == 1
+    assert all(f"step-{step:06d} is damaged" in done.stderr for step in (4, 8))
 
 
-def test_a_file_name_that_leads_out_of_the_job_is_never_followed(job: Path) -> None:
-    """The manifest names a file in another folder, with its true size and sha256."""
-    victim = job.parents[1] / "victim"
-    victim.write_bytes((newest(job) / MODEL).read_bytes())
-    content = json.loads((newest(job) / MANIFEST).read_text())
-    content.pop("seal")
-    good = content["files"]
-    for name in ("../../../../victim", str(victim), "a/../../victim", "./" + MODEL, "", "a\nb"):
-        wrong = dict(good[0], path=name)
-        write_manifest(newest(job), content | {"files": [*good[1:], wrong]})
-        with pytest.raises(DamagedError, match="outside its folder"):
-            store.verify(newest(job))
-    write_manifest(newest(job), content | {"files": good})
-    assert store.verify(newest(job)).step == 8
-    (newest(job) / MODEL).unlink()
-    (newest(job) / MODEL).symlink_to(victim)
+def test_a_link_that_leads_out_of_the_job_is_never_followed(job: Path) -> None:
+    """To a file of the right size and sha256."""
+    (newest(job) / MODEL).rename(job.parents[1] / "victim")
+    (newest(job) / MODEL).symlink_to(job.parents[1] / "victim")
     with pytest.raises(DamagedError, match="a link to"):
         store.verify(newest(job))
 
 
-def test_branching_from_a_manifest_with_such_a_name_overwrites_nothing(job: Path) -> None:
+def test_branching_from_a_manifest_with_a_name_that_leads_out_overwrites_nothing(job: Path) -> None:
     root = job.parents[1]
     shutil.copytree(job, root / "elsewhere/mallory")
     source = root / "elsewhere/mallory/checkpoints/step-000004"

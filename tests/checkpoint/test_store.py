@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -90,13 +89,6 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["step-000005", "step-000010"]
 
 
-def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
-    assert store.newest(tmp_path / "absent") is None
-    (tmp_path / "step-notes").mkdir()
-    (tmp_path / "step-000005-old").mkdir()
-    assert store.newest(tmp_path) is None
-
-
 def test_a_file_with_the_name_of_a_checkpoint_stops_neither_a_resume_nor_a_save(
     folder: Path,
 ) -> None:
@@ -105,11 +97,6 @@ def test_a_file_with_the_name_of_a_checkpoint_stops_neither_a_resume_nor_a_save(
     save(folder, 12)
     assert store.steps(folder) == [5, 10, 12]
     assert store.at_step(folder, 12).step == 12
-
-
-def test_a_missing_step_is_reported_with_the_existing_steps(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"step 7 [\s\S]*there are: 5, 10"):
-        store.at_step(folder, 7)
 
 
 def save_for_ever(folder: Path, done: Connection) -> None:
@@ -197,49 +184,6 @@ def test_a_folder_renamed_to_another_step_is_found(
     assert "records step 10" in caplog.text
 
 
-def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
-    def apply(path: Path) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        edit(lambda m: m.update(note="extra")),
-        edit(lambda m: m.update(world_size=2)),
-        edit(lambda m: m.update(format="dtt-checkpoint-9")),
-        edit(lambda m: m.update(files=[])),
-        edit(lambda m: m.pop("seal")),
-        edit(lambda m: m.pop("versions")),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b"\xff" * 100),
-        lambda path: path.write_bytes(pickle.dumps({"step": 10})),
-    ],
-    ids=["extra key", "value", "format", "no files", "no seal", "no versions", "empty", "binary",
-         "pickle"],
-)  # fmt: skip
-def test_a_manifest_that_is_not_as_written_is_found(
-    folder: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    damage(folder / "step-000010" / "MANIFEST.json")
-    assert falls_back(folder, "MANIFEST.json", caplog)
-
-
-def test_training_does_not_restart_by_itself_if_all_checkpoints_are_damaged(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in ("step-000005", "step-000010"):
-        (folder / step / FILES[0]).write_bytes(b"")
-    with pytest.raises(DamagedError, match="none of the 2 checkpoints"):
-        store.newest(folder)
-    assert "step-000005" in caplog.text
-    assert "step-000010" in caplog.text
-
-
 def test_no_line_of_dtt_loads_pickles() -> None:
     forbidden = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     for path in Path(dtt.__file__).parent.rglob("*.py"):
@@ -259,12 +203,6 @@ def test_files_that_the_manifest_does_not_name_do_not_belong_to_a_checkpoint(fol
     found = newest(folder)
     assert found.step == 10
     assert list(found.tensors(store.MODEL)) == ["w"]
-
-
-def test_saving_a_step_again_replaces_the_rejected_checkpoint(folder: Path) -> None:
-    (folder / "step-000010" / FILES[0]).write_bytes(b"")
-    save(folder, 10)
-    assert store.verify(folder / "step-000010").step == 10
 
 
 def test_rejected_checkpoints_are_deleted_after_a_newer_complete_one(folder: Path) -> None:
