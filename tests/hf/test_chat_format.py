@@ -12,7 +12,6 @@ import transformers
 from support.tiny_job import (
     END_OF_DOCUMENT,
     IM_END,
-    make_tokenizer,
     write_chat_job,
     write_job,
 )
@@ -83,20 +82,6 @@ def test_the_code_on_the_model_card_runs(
     monkeypatch.chdir(folder)
     exec(code, {})
     assert capsys.readouterr().out == "Hi 🙂!\n"
-
-
-def test_the_tokenizer_survives_saving_and_loading(folder: Path, tmp_path: Path) -> None:
-    first = transformers.AutoTokenizer.from_pretrained(folder)
-    first.save_pretrained(tmp_path / "again")
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert (again.eos_token, again.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert len(again) == len(first) == make_tokenizer("<|im_start|>", "<|im_end|>").get_vocab_size()
-    messages = [{"role": "user", "content": "Grüße 🙂 \n"}]
-    assert again.apply_chat_template(messages, return_dict=False) == first.apply_chat_template(
-        messages, return_dict=False
-    )
-    ids = first("Grüße 🙂 \n")["input_ids"]
-    assert first.decode(ids) == "Grüße 🙂 \n"
 
 
 def test_gguf_reads_the_template_and_the_end_of_a_turn(folder: Path) -> None:

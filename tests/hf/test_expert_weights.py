@@ -56,15 +56,6 @@ def exported() -> dict[str, Tensor]:
     return dict(HFTensors(parameters(), rules(QWEN3_MOE)))
 
 
-def test_each_expert_becomes_one_tensor(exported: dict[str, Tensor]) -> None:
-    state = parameters()
-    assert len(exported) == 1 + 2 * (1 + 3 * EXPERTS)
-    for e in range(EXPERTS):
-        name = f"model.layers.1.mlp.experts.{e}.down_proj.weight"
-        assert torch.equal(exported[name], state["layers.1.mlp.experts.down"][e])
-        assert exported[name].is_contiguous()
-
-
 @pytest.mark.parametrize("table", [QWEN3_MOE, FUSED], ids=["per expert", "fused"])
 def test_export_then_import_changes_no_bit(table: tuple[WeightRule, ...]) -> None:
     state = parameters()
@@ -82,15 +73,6 @@ def test_several_stacks_are_concatenated_along_the_outputs_of_each_expert() -> N
     assert torch.equal(fused, torch.cat([gate[5], up[5]]))
     down = tensors["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(down, state["layers.0.mlp.experts.down"].mT)
-
-
-def test_parts_of_one_tensor_may_have_different_numbers_of_rows() -> None:
-    rule = WeightRule("qkv.weight", ("q.weight", "k.weight", "v.weight"))
-    state = {
-        f"{name}.weight": torch.randn(rows, 3) for name, rows in zip("qkv", (8, 2, 2), strict=True)
-    }
-    again = apply_rules(HFTensors(state, [rule]), [rule], state)
-    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
 
 
 def test_a_tensor_is_converted_when_it_is_read_and_not_kept() -> None:

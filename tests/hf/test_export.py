@@ -198,11 +198,6 @@ def test_a_step_is_part_of_a_name_and_a_branch_needs_a_repository(dtt: Dtt, job:
     assert "--upload" in dtt("export", "jobs/tiny", "--revision", "x", expect=2).stderr
 
 
-def test_a_missing_step_is_refused_with_a_list_of_steps(job: Path) -> None:
-    with pytest.raises(InputError, match=r"no checkpoint of step 7.*\n.*5, 10"):
-        run_export(job, step=7)
-
-
 def test_a_folder_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a job directory"):
         run_export(tmp_path)

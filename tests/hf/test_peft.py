@@ -105,15 +105,6 @@ def test_an_adapter_of_peft_has_the_same_logits(tmp_path: Path, variant: str) ->
     torch.testing.assert_close(logits(weights, arch), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    arch = write_base(tmp_path / "base", "dots1")
-    settings = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(theirs(tmp_path / "base"), settings)
-    model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(InputError, match="target_parameters"):
-        ours.read_peft(tmp_path / "adapter", arch, LoraConfig())
-
-
 @pytest.mark.slow(except_for=["llama", "gpt2", "phi3"])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_peft_reads_what_dtt_writes(tmp_path: Path, variant: str) -> None:
