@@ -29,7 +29,6 @@ FAKES = {
     "scancel": 'echo "scancel $*" >>"$CALLS"',
 }
 DATA = ("name=n", "download.dataset=books.txt", "launch.cpus_per_task=4", "launch.time=60")
-STEPS = ("download", "tokenize", "train", "export")
 
 Fake = dict[str, str]
 

@@ -111,12 +111,6 @@ def test_a_dry_run_and_the_script_alone_write_nothing(
     assert not (dtt.folder / "calls").exists()
 
 
-def test_json_is_one_document(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
-    done = dtt("submit", "train", *tiny(), "--json", **slurm)
-    facts = {"job_id": "17", "job_dir": "jobs/t", "script": "jobs/t/slurm.sh"}
-    assert json.loads(done.stdout) == facts
-
-
 def test_all_problems_are_reported_together(
     dtt: Dtt, tiny: Settings, tokens: Path, slurm: dict[str, str]
 ) -> None:
@@ -293,7 +287,7 @@ def test_a_rejection_by_sbatch_is_reported_with_its_message(
 
 @pytest.mark.slow
 def test_a_timeout_of_sbatch_removes_nothing(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     fake = Path(slurm["PATH"].split(":")[0]) / "sbatch"
     fake.write_text(
@@ -326,21 +320,6 @@ def test_a_time_limit_in_which_the_job_could_not_save_is_refused(
     dtt("submit", "train", *tiny(launch__time=23), "--dry-run", **slurm)
     job.lead.write_text("no number\n")
     dtt("submit", "train", *tiny(launch__time="20:00"), "--dry-run", **slurm)
-
-
-@pytest.mark.slow
-def test_gpus_of_a_type_are_requested_and_counted(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
-) -> None:
-    keys = tiny(launch__gpus_per_node="a100:4", launch__time="1-12", train__micro_batch=1)
-    script = dtt("submit", "train", *keys, "--print-script", **slurm).stdout
-    assert "#SBATCH --gpus-per-node=a100:4\n" in script
-    assert "#SBATCH --time=1-12\n" in script
-    assert "--nproc_per_node=4 " in script
-    assert "1 nodes x 4" in dtt("submit", "train", *keys, "--dry-run", **slurm).stdout
-    for wrong in ("a100:0", "4:a100", "a100:4,v100:2", "-1"):
-        done = dtt("submit", "train", *tiny(launch__gpus_per_node=wrong), expect=2, **slurm)
-        assert "must be a number, or type:number such as a100:4" in done.stderr
 
 
 @pytest.mark.parametrize(("answer", "submits"), [("n\n", False), ("\n", True)])
@@ -395,9 +374,7 @@ def test_a_profile_overrides_the_config_key_by_key(
 
 
 @pytest.mark.slow
-def test_the_other_commands_have_directories_of_their_own(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
-) -> None:
+def test_the_other_commands_have_directories_of_their_own(dtt: Dtt, slurm: dict[str, str]) -> None:
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
     data.append("tokenize.validation_fraction=0")  # of one document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.fake_slurm import write_commands
 from support.running import Dtt, wait_until
 
 Settings = Callable[..., list[str]]
@@ -234,13 +234,9 @@ echo $n
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Slurm that starts nothing; `calls` in its folder says what it was told."""
     folder = tmp_path / "fake"
-    folder.mkdir()
-    (folder / "queue").touch()
-    for name, text in FAKE.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}")
-        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", write_commands(folder, FAKE))
     monkeypatch.setenv("FAKE", str(folder))
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    (folder / "queue").touch()
     return folder
 
 
