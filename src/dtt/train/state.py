@@ -27,7 +27,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -231,21 +231,13 @@ def restore_objective(objective: Objective, saved: Mapping[str, FullTensor]) -> 
         objective.restore(own)
 
 
-def load_parameters(
-    params: Params,
-    saved: Mapping[str, FullTensor],
-    missing: Literal["error", "initialise", "base"] = "error",
-    base: Mapping[str, FullTensor] | None = None,
-) -> None:
+def load_parameters(params: Params, saved: Mapping[str, FullTensor]) -> None:
     """Load each rank's part of the weights; raise ConfigError if the model differs.
 
-    Parameters that `saved` lacks are errors, keep their initial values, or are loaded from `base`.
     All ranks call it together.
     """
-    if missing == "base":
-        saved = {**(base or {}), **saved}
     # All names are compared before anything is loaded: a refusal leaves the model untouched.
-    if why := difference(params, saved, may_lack=missing == "initialise"):
+    if why := difference(params, saved):
         raise ConfigError(
             "the model of this run does not match that of the checkpoint",
             why=why,
@@ -255,18 +247,13 @@ def load_parameters(
         fill(params[name].tensor, saved[name])
 
 
-def difference(
-    params: Params, saved: Mapping[str, FullTensor], *, may_lack: bool = False
-) -> str | None:
-    """Return the first difference in name or shape, or None; all ranks call it together.
-
-    With `may_lack`, `saved` may lack parameters.
-    """
+def difference(params: Params, saved: Mapping[str, FullTensor]) -> str | None:
+    """Return the first difference in name or shape, or None; all ranks call it together."""
     theirs = {name: tuple(whole.shape) for name, whole in saved.items()}
     wrong = {
         name: f"{name} is {param.layout.shape} here, {theirs.get(name)} there"
         for name, param in params.items()
-        if theirs.get(name) != param.layout.shape and not (may_lack and name not in theirs)
+        if theirs.get(name) != param.layout.shape
     }
     # What this rank lacks another one may hold. Only these names are sent: usually there are none.
     of_ranks = params.mesh.gather((wrong, theirs.keys() - params.keys()))
