@@ -24,7 +24,7 @@ from dtt.optim.lr_curves import (
     LinearConfig,
     WsdConfig,
 )
-from dtt.optim.schedule import resolve_schedule
+from dtt.optim.resolved_schedule import resolve_schedule
 from dtt.track.plot import save
 
 STEPS = 1000

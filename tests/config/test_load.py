@@ -11,10 +11,10 @@ import pytest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain
 from dtt.config.key_types import Key
+from dtt.config.layers import LARGEST_NODE, Leaf, read_file
 from dtt.config.load import changes_on_resume, resolve, stage_names
 from dtt.config.merging import merge
 from dtt.config.shipped import shipped_configs
-from dtt.config.source import LARGEST_NODE, Leaf, read_file
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.muon.variant import MuonConfig
 

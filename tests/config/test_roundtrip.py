@@ -13,10 +13,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dtt.config import explain
+from dtt.config.layers import Leaf, from_arguments, from_environment, from_mapping, read_file
 from dtt.config.load import resolve
 from dtt.config.merging import Resolved, merge, nested, take_extends
 from dtt.config.run import RunConfig
-from dtt.config.source import Leaf, from_arguments, from_environment, from_mapping, read_file
 
 TYPES = explain.key_types()
 WORDS = (

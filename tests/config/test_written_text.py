@@ -9,9 +9,9 @@ import pytest
 
 from dtt.base.errors import ConfigError
 from dtt.config import explain
+from dtt.config.layers import NULLS, from_arguments, from_environment
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
-from dtt.config.source import NULLS, from_arguments, from_environment
 
 TYPES = explain.key_types()
 HOSTILE = (

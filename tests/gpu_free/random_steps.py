@@ -19,7 +19,7 @@ from dtt.model import attention_backend, count
 from dtt.model.scaling import scaled
 from dtt.optim import built
 from dtt.optim.ema import Ema
-from dtt.optim.schedule import resolve_schedule
+from dtt.optim.resolved_schedule import resolve_schedule
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import make_passes
 from dtt.train.process_memory import check_memory

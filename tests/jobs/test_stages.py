@@ -12,7 +12,8 @@ from conftest import Settings
 from support.running import Dtt, in_this_process, kill_when
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.config import explain, source
+from dtt.config import explain
+from dtt.config.layers import from_arguments
 from dtt.config.merging import nested
 from dtt.jobs.stages import done
 from dtt.track import jsonl
@@ -44,7 +45,7 @@ def tiny_stages(dtt: Dtt, tiny: Settings) -> str:
 
 
 def write_stages(folder: Path, tiny: Settings) -> None:
-    common = nested(source.from_arguments(tiny(name="s"), explain.key_types()))
+    common = nested(from_arguments(tiny(name="s"), explain.key_types()))
     text = yaml.safe_dump(common | {"stages": STAGES}, sort_keys=False)
     (folder / "s.yaml").write_text(text)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
-from dtt.config import source
 from dtt.config.explain import scalar
+from dtt.config.layers import parse_scalar
 from dtt.config.load import load_job
 from dtt.jobs import sweeps as results
 from dtt.jobs import sweeps as trials
@@ -71,7 +71,7 @@ def test_a_value_shown_in_one_line_reads_as_itself(value: Any) -> None:
     text = scalar(value)
     assert "\n" not in text
     if not isinstance(value, float) or math.isfinite(value):
-        assert source.parse_scalar(text) == value or value == ""
+        assert parse_scalar(text) == value or value == ""
 
 
 def test_null_lists_and_sections_of_another_type_are_values() -> None:

@@ -25,9 +25,9 @@ from dtt.base.errors import ExitCode
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.explain import show
+from dtt.config.layers import Leaf
 from dtt.config.load import resolve
 from dtt.config.merging import Resolved
-from dtt.config.source import Leaf
 from dtt.jobs import sweeps as trials
 from dtt.mesh.sharding import on_every_rank
 from dtt.track.base import Record

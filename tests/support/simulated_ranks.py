@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_leaves
 
 from dtt.base.ranks import Ranks
 from dtt.config import explain
+from dtt.config.layers import read_file
 from dtt.config.load import resolve
 from dtt.config.schedule import RunFacts
 from dtt.config.shipped import shipped_configs
-from dtt.config.source import read_file
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs

@@ -17,9 +17,9 @@ from support.records import records
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
+from dtt.config.layers import Leaf
 from dtt.config.load import resolve
 from dtt.config.schedule import RunFacts
-from dtt.config.source import Leaf
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import layout_of
 from dtt.optim import built

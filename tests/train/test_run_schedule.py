@@ -29,7 +29,7 @@ from dtt.config.schedule import Decay
 from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.jobs.clock import Clock
 from dtt.optim.lr_curves import WsdConfig
-from dtt.optim.schedule import resolve_schedule
+from dtt.optim.resolved_schedule import resolve_schedule
 from dtt.track import jsonl
 from dtt.train import run as train
 from dtt.train.run_schedule import SHORTEST, SPARE_SECONDS, TimeBudget

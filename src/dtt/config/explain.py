@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 
 from dtt.config.base import RESUMABLE, Length, Section, field_docs
 from dtt.config.key_types import TAGS, Key, KeyTypes
+from dtt.config.layers import Layer, parse_scalar, shown
 from dtt.config.merging import Resolved, origin_of
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer, parse_scalar, shown
 
 WIDTH = 100
 LONGEST_KEY = 1000

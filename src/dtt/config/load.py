@@ -19,9 +19,19 @@ from typing import Any
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log_once
 from dtt.base.secrets import holds_secret, named_secret
-from dtt.config import explain, source, stages
+from dtt.config import explain, stages
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.key_types import STAGES
+from dtt.config.layers import (
+    Layer,
+    Leaf,
+    from_arguments,
+    from_environment,
+    from_mapping,
+    is_config,
+    read_file,
+    shown,
+)
 from dtt.config.merging import (
     STEPS,
     Resolved,
@@ -36,7 +46,6 @@ from dtt.config.own import run_config
 from dtt.config.removed import without_removed
 from dtt.config.run import RunConfig
 from dtt.config.shipped import find, is_job, shipped_configs, shipped_file
-from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
 
@@ -139,7 +148,7 @@ def _layers(
 ) -> tuple[list[Layer], int]:
     """Return all layers, lowest first, and the number of them that are defaults or `job_config`."""
     # All keys are present from the start, so that every value has an origin.
-    layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
+    layers = [from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
         stored = _with_extends(job_config, ())
         if not any(stored):
@@ -156,8 +165,8 @@ def _layers(
     elif config is not None:
         layers += _with_extends(find(config), ())
     env = os.environ if env is None else env
-    layers.append(source.from_environment(env, RunConfig.model_fields, explain.key_types()))
-    layers.append(source.from_arguments(arguments, explain.key_types()))
+    layers.append(from_environment(env, RunConfig.model_fields, explain.key_types()))
+    layers.append(from_arguments(arguments, explain.key_types()))
     layers.append({tuple(k.split(".")): Leaf(v, "option") for k, v in (options or {}).items()})
     return layers, own
 
@@ -232,7 +241,7 @@ def with_steps(resolved: Resolved, steps: int) -> Resolved:
     if epochs is None:
         return resolved
     # Checked again: warm-up and decay may not fit into this number of steps.
-    layer = resolved.layer | {STEPS: source.Leaf(steps, f"train.epochs={epochs:g}")}
+    layer = resolved.layer | {STEPS: Leaf(steps, f"train.epochs={epochs:g}")}
     return check(layer, type(resolved.config))
 
 
@@ -243,7 +252,7 @@ def load_job(job: Path, *, run_code: bool = False) -> RunConfig:
     needs their code.
     """
     path = job / "config.yaml"
-    if source.is_config(job):
+    if is_config(job):
         raise ConfigError(
             f"{job} is a configuration file, not a job directory",
             next=f"dtt train -c {job}; other commands take the folder of its job, as jobs/run",
@@ -292,7 +301,7 @@ def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     # Resolved paths: a link or `./` must not hide a cycle.
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
-    layer = source.read_file(path, explain.key_types())
+    layer = read_file(path, explain.key_types())
     return _with_extended(*take_extends(layer), path.parent, (*trail, path.resolve()))
 
 
@@ -329,7 +338,7 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
     # A job that resumes has its complete `model` section; its weights come from the checkpoint.
     if last < own or not isinstance(leaf.value, str) or not leaf.value.startswith(HF):
         return layers
-    section = source.from_mapping({"model": model_of(leaf.value)}, f"init.from={leaf.value}")
+    section = from_mapping({"model": model_of(leaf.value)}, f"init.from={leaf.value}")
     # A source may leave keys open, such as the context length: these stay configurable.
     decided = {key[:2] for key in section} - {("model", name) for name in MAY_DIFFER}
     # Only layers at or above `init.from`: they knew the weights. A contradiction there is a mistake

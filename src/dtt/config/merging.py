@@ -11,8 +11,8 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.key_types import TAGS, Key, Variants
+from dtt.config.layers import Layer, Leaf, shown
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer, Leaf, shown
 
 STEPS: Key = ("train", "steps")
 EPOCHS: Key = ("train", "epochs")

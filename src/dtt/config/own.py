@@ -32,12 +32,12 @@ from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section, walk
 from dtt.config.key_types import TAGS, Key, tag_of
+from dtt.config.layers import Layer
 from dtt.config.model import Family
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Schedule
-from dtt.config.source import Layer
 from dtt.config.sources import Documents, Source, SourceConfig, SourceEntry
 
 KINDS: Mapping[str, type[Section]] = {

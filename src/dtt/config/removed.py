@@ -8,7 +8,7 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.key_types import Key
-from dtt.config.source import Layer, Leaf, shown
+from dtt.config.layers import Layer, Leaf, shown
 
 REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("optim", "cautious_weight_decay"): (

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.config import source
+from dtt.config.layers import SUFFIXES
 
 
 def shipped_configs() -> Path:
@@ -43,7 +43,7 @@ def find(name: str | Path, kind: str = "") -> Path:
             return one
     if is_job(path):
         raise ConfigError(f"{path} is a job, not a {what}", next=f"dtt train {path} resumes it")
-    suffixes = (*source.SUFFIXES, ".py") if kind else source.SUFFIXES
+    suffixes = (*SUFFIXES, ".py") if kind else SUFFIXES
     if path.is_dir():
         inside = sorted(str(p) for p in path.glob("*") if p.suffix in suffixes)
         example = f"-c {inside[0]}" if inside and not kind else "specify a file"

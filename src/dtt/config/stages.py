@@ -15,9 +15,9 @@ from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.init import MAY_DIFFER
 from dtt.config.key_types import STAGES, Key
+from dtt.config.layers import Layer, Leaf, from_mapping, shown
 from dtt.config.merging import Resolved
 from dtt.config.run import NAME
-from dtt.config.source import Layer, Leaf, from_mapping, shown
 
 INIT_FROM: Key = ("init", "from")
 CARRIED = ("model", "scaling", "tokenizer")

@@ -15,14 +15,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
 
 from dtt.base.errors import ConfigError, DttError
-from dtt.config import explain, load, source, validation
+from dtt.config import explain, load, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
+from dtt.config.layers import Layer, Leaf, from_mapping, read_file
 from dtt.config.merging import Resolved, nested, take_extends
 from dtt.config.own import OwnCodeError
 from dtt.config.run import NAME, RunConfig
 from dtt.config.shipped import find
-from dtt.config.source import Layer, Leaf
 
 Number = int | FiniteFloat
 
@@ -194,7 +194,7 @@ def read(path: Path) -> SweepFile:
     if path.suffix == ".py":
         layer = _from_python(path)
     else:
-        extends, layer = take_extends(source.read_file(path, _key_types()))
+        extends, layer = take_extends(read_file(path, _key_types()))
         if extends:
             raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
@@ -252,7 +252,7 @@ def _from_python(path: Path) -> Layer:
             why=f"`sweep` is {values!r}",
             next="sweep = {'base': …, 'parameters': {…}}, or a function that returns it",
         )
-    dotted = source.from_mapping(values, str(path)).items()
+    dotted = from_mapping(values, str(path)).items()
     return {reduce(_key_types().below, key, Key()): leaf for key, leaf in dotted}
 
 

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dtt.config import explain, source
+from dtt.config import explain
 from dtt.config.base import Section, walk
 from dtt.config.key_types import TAGS, Key
+from dtt.config.layers import shown
 
 Problem = tuple[Key, str]
 """A key and the reason why its value is invalid."""
@@ -75,12 +76,12 @@ def _locate(values: Any, loc: Sequence[str | int]) -> Key:
 def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) -> Problem:
     """Return the key of a pydantic error, and the reason in words."""
     dotted, given = ".".join(key), error["input"]
-    shown = "" if isinstance(given, dict) else f" (got {source.shown(given)})"
+    got = "" if isinstance(given, dict) else f" (got {shown(given)})"
     match error["type"]:
         case "extra_forbidden":
             general = ".".join(name for name in key if not name.isdigit())  # of any list entry
             close = explain.nearest(general, cls, entries=general != dotted)
-            shown = ""
+            got = ""
             why = "unknown key" + (f"; did you mean {close}?" if close else "")
             if close == general:  # a key of another variant of this section
                 name, tag = explain.tagged(values, key)
@@ -90,11 +91,11 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
                     why = f"is for {name}={' or '.join(others)}, not {tag}"
         case "union_tag_invalid":
             key = (*key, error["ctx"]["discriminator"].strip("'"))
-            shown = f" (got {error['ctx']['tag']!r})"
+            got = f" (got {error['ctx']['tag']!r})"
             why = f"must be one of {error['ctx']['expected_tags']}"
         case "union_tag_not_found":
             name = error["ctx"]["discriminator"].strip("'")
-            key, why, shown = (*key, name), "is missing: it selects the variant", ""
+            key, why, got = (*key, name), "is missing: it selects the variant", ""
         case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections(cls):
             why = f"is a section: set its keys, such as {dotted}.KEY=VALUE"
         case "model_type" | "model_attributes_type" | "dict_type":
@@ -107,4 +108,4 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
             why = "is missing: the list is too short"
         case _:
             why = error["msg"][0].lower() + error["msg"][1:]
-    return key, why + shown
+    return key, why + got

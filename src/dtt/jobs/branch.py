@@ -37,7 +37,7 @@ from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples.step_sizes import step_sizes_of
 from dtt.jobs.job_paths import enter
 from dtt.optim.lr_curves import WsdConfig
-from dtt.optim.schedule import DECAY, ResolvedSchedule, resolve_schedule
+from dtt.optim.resolved_schedule import DECAY, ResolvedSchedule, resolve_schedule
 
 OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget"}
 """Keys that a branch may set differently from its parent, besides `schedule.*` and the keys that

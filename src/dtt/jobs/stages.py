@@ -19,8 +19,9 @@ from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.checkpoint import store
-from dtt.config import explain, source
+from dtt.config import explain
 from dtt.config.key_types import STAGES
+from dtt.config.layers import from_arguments
 from dtt.config.merging import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
@@ -238,7 +239,7 @@ def report_shadowed(stages: Sequence[Stage], arguments: Sequence[str]) -> None:
 
     Raises ConfigError if an argument has no effect on any stage of the configuration.
     """
-    given = source.from_arguments((a for a in arguments if "=" in a), explain.key_types())
+    given = from_arguments((a for a in arguments if "=" in a), explain.key_types())
     for key in (key for key in given if key[:1] != STAGES):
         dotted = ".".join(key)
         origins = {stage.name: origin_of(stage.resolved.layer, key) for stage in stages}

@@ -20,10 +20,10 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import write_atomically
 from dtt.config import explain, load
 from dtt.config.explain import scalar
+from dtt.config.layers import SUFFIXES, Leaf
 from dtt.config.load import Mistakes, ModelOf, changes_on_resume, load_job
 from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
-from dtt.config.source import SUFFIXES, Leaf
 from dtt.config.sweep import SweepFile, combinations, read
 from dtt.jobs import job_state
 from dtt.jobs.job_files import first_line

@@ -28,11 +28,10 @@ from dtt.artifacts.token_folders import token_sources
 from dtt.base import local
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
-from dtt.config import source
 from dtt.config.clean import CleanConfig
+from dtt.config.layers import Layer, is_key
 from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer
 from dtt.config.train import SAMPLE_TEMPERATURE
 from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.corpus.selection import selection_folder
@@ -243,7 +242,7 @@ def run_steps(todo: Sequence[PipelineStep], *, as_json: bool) -> None:
             env = local.without_slurm()
         if step.command == "export" and step.run.stage is not None:
             # The job has all keys; those in the environment set the common part, not this stage.
-            env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
+            env = {k: v for k, v in os.environ.items() if not is_key(k)}
         code = local.run(argv, env, stdout=stdout)
         if code == ExitCode.DONE:
             continue

@@ -17,11 +17,11 @@ from dtt.base.terminal import Verbatim
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
+from dtt.config.layers import Layer, is_config
 from dtt.config.load import load_job, on_profile, resolve, stage_names
 from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.shipped import find
-from dtt.config.source import Layer, is_config
 from dtt.data.samples import compatibility
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.job_paths import enter, evaluation

@@ -17,11 +17,11 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import HF
+from dtt.config.layers import Layer
 from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
 from dtt.config.merging import Resolved, with_both_lengths
 from dtt.config.own import own_keys, trained_files
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer
 from dtt.jobs.job_paths import enter
 from dtt.jobs.stages import Stage, remedy
 

@@ -25,10 +25,10 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited
 from dtt.checkpoint import retention, store
+from dtt.config.layers import Layer
 from dtt.config.load import stage_names, with_steps
 from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.evaluate.evaluation import open_evaluation
 from dtt.jobs import branch

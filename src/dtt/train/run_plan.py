@@ -17,8 +17,8 @@ from dtt.model import attention_backend, count
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import Scaling, scaled
+from dtt.optim.resolved_schedule import ResolvedSchedule, resolve_schedule
 from dtt.optim.rounding import StochasticRounding
-from dtt.optim.schedule import ResolvedSchedule, resolve_schedule
 from dtt.train.precision import Precision, choose
 from dtt.train.process_memory import check_memory
 

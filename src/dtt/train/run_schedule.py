@@ -24,7 +24,7 @@ from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, TokensBefore, before_last
 from dtt.jobs.clock import Clock
 from dtt.optim.lr_curves import WsdConfig
-from dtt.optim.schedule import ResolvedSchedule
+from dtt.optim.resolved_schedule import ResolvedSchedule
 
 SHORTEST = 5
 """Minimum steps of a decay, however late it is: a sudden drop of the rate does not anneal."""

@@ -44,7 +44,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
 from dtt.optim import ema
 from dtt.optim.built import NUMBER, named, saved_state, variant_of
-from dtt.optim.schedule import DECAY
+from dtt.optim.resolved_schedule import DECAY
 from dtt.params.table import Params
 from dtt.track.base import OWN
 

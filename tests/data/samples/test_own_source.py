@@ -16,10 +16,10 @@ from support.running import ROOT, Dtt
 from support.token_files import every, read_documents
 
 from dtt.base.targets import IGNORE_INDEX
+from dtt.config.layers import Leaf
 from dtt.config.load import resolve
 from dtt.config.own import trained_files
 from dtt.config.run import RunConfig
-from dtt.config.source import Leaf
 from dtt.data.samples import own_source
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT

@@ -27,8 +27,8 @@ from dtt.config.data import (
     TokenizerConfig,
     TrainedTokenizerConfig,
 )
+from dtt.config.layers import shown
 from dtt.config.run import RunConfig
-from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, check_usable, tokenizer_sample
 from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.units import Corpus, Unit

@@ -19,11 +19,11 @@ from pydantic_core import PydanticCustomError
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.patterns import pattern_problem, replacement_problem
 from dtt.base.reading import read_small
-from dtt.config import explain, load, source, validation
+from dtt.config import explain, load, validation
 from dtt.config.base import Section
+from dtt.config.layers import Layer, read_file
 from dtt.config.merging import nested
 from dtt.config.shipped import shipped_configs
-from dtt.config.source import Layer
 from dtt.evaluate.tasks.prompt_template import fields, template_problems
 
 MAX_BYTES = 2**16
@@ -373,7 +373,7 @@ def _read(path: Path) -> Layer:
     texts = {key: kinds for key, kinds in types.texts.items() if int not in kinds}
     try:
         read_small(path, MAX_BYTES).decode()
-        layer = source.read_file(path, replace(types, texts=texts))
+        layer = read_file(path, replace(types, texts=texts))
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
     except ValueError as error:  # text that is not UTF-8, or a lone surrogate

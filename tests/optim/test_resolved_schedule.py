@@ -19,7 +19,7 @@ from dtt.optim.lr_curves import (
     LinearConfig,
     WsdConfig,
 )
-from dtt.optim.schedule import ResolvedSchedule, resolve_schedule
+from dtt.optim.resolved_schedule import ResolvedSchedule, resolve_schedule
 
 PER_STEP = 1024
 
