@@ -379,7 +379,9 @@ def test_each_rank_reads_only_its_own_part(large: tuple[Path, int]) -> None:
     folder, size = large
     (peak,) = on_ranks(1, peak_of_one_of_64, folder)
     assert size > 100e6
-    assert peak < size / 6  # the kernel maps what is around each part, too
+    # A 64th, and what the kernel maps around each part: 0.14 to 0.17 of all were seen, by chance. A
+    # rank that read all would have the whole.
+    assert peak < size / 3
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from support.token_files import (
     write_pair,
 )
 
-from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.sources import SourceConfig
 from dtt.data.samples.token_source import TokenSource
-from dtt.data.token_file import TokenFile, bin_path, idx_path
+from dtt.data.token_file import TokenFile, bin_path
 
 BY_DATATROVE = Path(__file__).with_name("written_by_datatrove")
 """By DocumentTokenizer and MegatronDocumentTokenizer of datatrove 0.9.0, whose dependencies exclude
@@ -169,27 +167,6 @@ def test_named_validation_files_are_read_whole(tmp_path: Path) -> None:
     cfg = SourceConfig(path=tmp_path / "a", validation=tmp_path / "b")
     sizes = [TokenSource(cfg, s, seq_len=3, seed=0).tokens for s in ("train", "validation")]
     assert sizes == [len(row(train)), len(row(train)) + len(row(held_out))]
-
-
-def test_files_on_a_nodes_own_disk_are_found(tmp_path: Path) -> None:
-    written = random_documents(20, 9)
-    manifest = write_folder(tmp_path / "t", {"train-0": written})
-    (tmp_path / "disk").mkdir()
-    for suffixed in (bin_path, idx_path):
-        suffixed(tmp_path / "t/train-0").rename(suffixed(tmp_path / "disk/train-0"))
-
-    def record(host: str) -> None:
-        there = {"host": host, "path": str(tmp_path / "disk/train-0")}
-        elsewhere = [manifest.shards[0].model_copy(update=there)]
-        text = TokensManifest(**{**dict(manifest), "shards": elsewhere}).dump()
-        (tmp_path / "t/manifest.json").write_text(text)
-
-    record(socket.gethostname())
-    assert documents(opened(tmp_path / "t", seq_len=1)) == written
-    # The file exists, but the manifest of another machine may name any path of this one.
-    record("another-node")
-    with pytest.raises(InputError, match="rsync -a 'another-node:"):
-        opened(tmp_path / "t", seq_len=1)
 
 
 def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
