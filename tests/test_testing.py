@@ -61,7 +61,7 @@ WRONG = {
     def __len__(self):
         return 99
     def __getitem__(self, row):
-        return [hash("a") % 99]
+        return [hash(letter) % 99 for letter in "abcdefgh"]
 """,
         "another process (reads other|cannot read the) samples",
     ),

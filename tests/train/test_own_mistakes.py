@@ -111,7 +111,9 @@ MISTAKES = {
     "source, a mask of another length": ("range(len(ids))]", "range(1)]", "2 ids and a mask of 1"),
     "source, exception": ("return ids, ", "return self.ids, ", "has no attribute 'ids'"),
     "source, none": ("return self.count", "return 0", "`samples` returned 0"),
-    "source, changing": ("[number + 1]", "[__import__('time').time_ns() % 99]", "read again"),
+    "source, changing": (
+        "[number + 1]", "[next(self.__dict__.setdefault('_n', iter(range(1, 99))))]", "read again"
+    ),
     "rows, none": ("return self.count", "return 0", "`__len__` returned 0"),
     "rows, a wrong length": ("return self.count", "return '12'", "`__len__` returned '12'"),
     "rows, another type": ("'a'", "5.0 if row == 7 else 'a'", "row 7 is of the type float"),
