@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,16 +57,6 @@ class OptionScore:
     """True if each token of the continuation is the most likely one."""
 
 
-class ScoredToken(NamedTuple):
-    """A token of an option's continuation to score."""
-
-    question: int
-    option: int
-    place: int
-    """Index in the batch, row by row, of the token before it."""
-    target: int
-
-
 @dataclass
 class OptionBatch:
     """Options to compute together, and what to score in them."""
@@ -73,14 +64,15 @@ class OptionBatch:
     rows: list[Ids] = field(default_factory=lambda: [(0,)])
     trees: PackedTrees | None = None
     """Computed instead of `rows`, if there are any."""
-    scored: list[ScoredToken] = field(default_factory=list)
+    scored: list[tuple[int, int, Ids, Sequence[int]]] = field(default_factory=list)
+    """Question and number of each option, its continuation, and the index in the batch, row by row,
+    of the token before each of the continuation's."""
 
     def score(self, question: int, number: int, option: Option, path: Sequence[int]) -> None:
         """Score an option whose tokens have the indices `path`."""
         # The first target is predicted from the last token of the context.
         before = path[len(option.context) - 1 :]
-        for index, target in zip(before, option.continuation, strict=True):
-            self.scored.append(ScoredToken(question, number, index, target))
+        self.scored.append((question, number, option.continuation, before))
 
 
 def row_batches(questions: Sequence[Sequence[Option]], batch_tokens: int) -> Iterator[OptionBatch]:
@@ -223,26 +215,26 @@ class Scorer:
             context = GivenContext(tokens_BT, positions_BT, attention_fns)
         # Several options may have a target after the same token: a column for each.
         candidates = Counter[int]()
-        rows, columns = [], []
-        for token in batch.scored:
-            rows.append(token.place)
-            columns.append(candidates[token.place])
-            candidates[token.place] += 1
+        rows = [place for *_, before in batch.scored for place in before]
+        columns = []
+        for place in rows:
+            columns.append(candidates[place])
+            candidates[place] += 1
         width = max(candidates.values(), default=1)
+        targets = [target for _, _, continuation, _ in batch.scored for target in continuation]
         targets_NC = torch.full((tokens_BT.numel(), width), IGNORE_INDEX)
-        targets_NC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
+        targets_NC[rows, columns] = torch.tensor(targets, dtype=torch.long)
         targets_BTC = targets_NC.view(*tokens_BT.shape, width).to(device)
         with autocast(device, self.precision):
             scores_BTC2 = self.model(tokens_BT, targets_BTC, context=context, reduction="scores")
         # The log-likelihood of each token, and 1.0 if it is the most likely one.
         scores_NC2 = scores_BTC2.flatten(0, 1).cpu()
-        by_option: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for token, score in zip(batch.scored, scores_NC2[rows, columns].tolist(), strict=True):
-            by_option.setdefault((token.question, token.option), []).append(score)
-        return [
-            (*key, OptionScore(sum(nats for nats, _ in tokens), all(hit for _, hit in tokens)))
-            for key, tokens in by_option.items()
-        ]
+        each = iter(scores_NC2[rows, columns].tolist())
+        found: list[tuple[int, int, OptionScore]] = []
+        for question, number, continuation, _ in batch.scored:
+            nats, hits = zip(*islice(each, len(continuation)), strict=True)
+            found.append((question, number, OptionScore(sum(nats), all(hits))))
+        return found
 
 
 @dataclass(frozen=True)
