@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -64,14 +65,7 @@ SECONDS_UNKNOWN = 3600.0
 NOT_A_FAILURE = (ConfigError, EnvironmentUnfit, StorageError, Preempted, OSError)
 """Errors that say nothing about a checkpoint: they end the watch, and it can be started again."""
 
-CONTINUES = {
-    State.NEW,
-    State.QUEUED,
-    State.RUNNING,
-    State.STOPPING,
-    State.SUSPENDED,
-    State.UNKNOWN,
-}
+CONTINUES = {State.NEW, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED, State.UNKNOWN}
 """States in which a job may still save checkpoints."""
 RETRIES = 2
 """Number of times that a failed evaluation is repeated."""
@@ -197,7 +191,7 @@ class Watch:
         self.tracker: WandbTracker | None = None
         self.tokens: dict[int, int] = {}  # that the weights of each step were trained on
         self.waiting: set[int] = set()
-        self.ended: dict[str, list[int]] = {}  # steps by how they ended
+        self.ended: dict[int, str] = {}  # how the evaluation of each step ended
         self.failures: dict[int, list[tuple[str, ExitCode]]] = {}  # of each step, per attempt
         self._seen: dict[int, int] = {}
         """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
@@ -413,7 +407,7 @@ class Watch:
         """Note that nothing is left to do for a checkpoint; send its results to W&B."""
         with self._lock:
             self.waiting.discard(step)
-        self.ended.setdefault(how, []).append(step)
+        self.ended[step] = how
         if how == GONE:
             log.warning("step %d was deleted before it could be evaluated", step)
         if weights is not None and self.tracker is not None:
@@ -435,10 +429,10 @@ class Watch:
 
     def report_end(self) -> None:
         """Log the number of checkpoints by outcome; raise the error of one that failed, if any."""
-        job, ended = self.job, sorted(self.ended.items())
-        counts = ", ".join(f"{len(steps)} {how}" for how, steps in ended)
+        job, outcomes = self.job, sorted(Counter(self.ended.values()).items())
+        counts = ", ".join(f"{count} {how}" for how, count in outcomes)
         log.info("%s has ended: %s", job.root, counts or "no checkpoints")
-        if failed := self.ended.get(FAILED):
+        if failed := [step for step, how in self.ended.items() if how == FAILED]:
             why, code = self.failures[failed[0]][-1]
             error = DttError(
                 f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
