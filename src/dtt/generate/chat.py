@@ -16,8 +16,8 @@ from dtt.base.terminal import Message, Verbatim, raw
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.chat_session import ChatSession, StreamedAnswer
-from dtt.generate.run import Sampling
-from dtt.hf.model_source import find_chat_format, load_model, on_device
+from dtt.generate.run import Sampling, on_own_device
+from dtt.hf.model_source import find_chat_format, load_model
 
 COMMANDS = """/reset        forget the conversation, except the system prompt
 /system TEXT  replace the system prompt; without TEXT, remove it
@@ -46,12 +46,9 @@ def run(
     if not terminal:  # waits for the first line
         lines = chain([next(lines)], lines)
     trained = load_model(source, ema=ema)
-    import torch
-
     from dtt.model.generate import GeneratorPool
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = GeneratorPool(on_device(trained, device), 1)
+    generator = GeneratorPool(on_own_device(trained), 1)
     session = ChatSession(encoder, trained, generator, sampling)
     session.set_system(system)
     stdout = raw(sys.stdout)

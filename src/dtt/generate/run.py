@@ -152,7 +152,7 @@ def run(
 
             model, decoding = load_sharded(trained, world)
         else:
-            model = _on_own_device(trained)
+            model = on_own_device(trained)
         streamed = len(texts) == 1 and not as_json
         for start in range(0, len(texts), batch_size):
             replies = every[start : start + batch_size]
@@ -187,7 +187,7 @@ def continuations(
     """Return the text that a model generates for each prompt, as `run` would print it."""
     trained = load_model(source, ema=False)
     replies = _replies(prompts, trained)
-    model = _on_own_device(trained)
+    model = on_own_device(trained)
     for start in range(0, len(replies), batch_size):
         deque(_texts(model, replies[start : start + batch_size], sampling), maxlen=0)
     return [reply.content for reply in replies]
@@ -205,7 +205,8 @@ def _replies(texts: Sequence[str], trained: LoadedModel) -> list[Continuation]:
     ]
 
 
-def _on_own_device(trained: LoadedModel) -> Model:
+def on_own_device(trained: LoadedModel) -> Model:
+    """Return the model on the GPU of this process, or on the CPU without one."""
     import torch
 
     return on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -23,8 +23,8 @@ from dtt.base.secrets import redacted
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.chat_session import ChatSession, StreamedAnswer
-from dtt.generate.run import Sampling, encode_prompt
-from dtt.hf.model_source import NoChatTemplate, find_chat_format, load_model, on_device
+from dtt.generate.run import Sampling, encode_prompt, on_own_device
+from dtt.hf.model_source import NoChatTemplate, find_chat_format, load_model
 from dtt.report.page import document, joined
 
 if TYPE_CHECKING:
@@ -73,12 +73,9 @@ def run(
     except NoChatTemplate:
         encoder = None
     trained = load_model(source, ema=ema)
-    import torch
-
     from dtt.model.generate import GeneratorPool
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generators = GeneratorPool(on_device(trained, device), ANSWERS_AT_ONCE)
+    generators = GeneratorPool(on_own_device(trained), ANSWERS_AT_ONCE)
     session = None
     if encoder is not None:
         session = ChatSession(encoder, trained, generators, sampling)
