@@ -91,20 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_the_token_its_id_and_the_tokenizer_are_named(
-    door: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError) as caught:
-        DOORS[door]("What is [added 69]?")
-    for words in ("[added 69] (id 328)", "exports/tiny/tokenizer.json", "rows (320)", "leave the"):
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_other_texts_are_read_with_such_a_tokenizer(
+def test_a_token_without_a_row_is_named_and_any_other_is_read(
     door: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
     answer = DOORS[door]("What is [added 9]?")  # id 268, of a row that training never used
     assert answer or capsys.readouterr().out
+    with pytest.raises(ConfigError) as caught:
+        DOORS[door]("What is [added 69]?")
+    for words in ("[added 69] (id 328)", "exports/tiny/tokenizer.json", "rows (320)", "leave the"):
+        assert words in str(caught.value)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,6 @@ def test_job_export_and_transformers_generate_the_same_text(
     expected = tokenizer.decode(ids, skip_special_tokens=True)
     assert from_job.startswith("def f")
     assert from_job.rstrip("\n�") == expected.rstrip("\n�")
-
-
-def test_a_seed_fixes_the_text(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for seed in (1, 1, 2):
-        run_generate(job, "x", max_new_tokens=30, temperature=1.5, top_k=100, top_p=0.9, seed=seed)
-        texts.append(said(capsys))
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(
@@ -192,38 +185,6 @@ def test_options_that_are_not_given_are_those_of_the_model(
     assert ("temperature 0.6, top_k 20, top_p 0.95" in caplog.text) == (expected[0] == 0.6)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff"])
-def test_a_file_without_prompts_is_refused(
-    job: Path, tmp_path: Path, content: bytes | None
-) -> None:
-    file = tmp_path / "prompts.txt"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(InputError, match=r"prompts\.txt"):
-        run_generate(job, prompts_file=file)
-
-
-@pytest.mark.parametrize("prompt", ["\udcff", "-"])
-def test_a_prompt_that_is_not_utf8_is_refused(
-    job: Path, prompt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
-    with pytest.raises(InputError, match="not UTF-8 text"):
-        run_generate(job, prompt)
-
-
-def test_the_error_names_the_prompt_that_is_too_long(job: Path) -> None:
-    with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
-        run_generate(job, "y", "y" * 64)
-
-
-def test_a_job_without_a_checkpoint_is_refused(job: Path) -> None:
-    for step in (5, 10):
-        (job / "checkpoints" / f"step-{step:06d}").rename(job / str(step))
-    with pytest.raises(InputError, match="no checkpoint in"):
-        run_generate(job, "x")
-
-
 def test_a_step_of_a_job_and_a_folder_with_the_prefix_of_init_from_are_sources(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,19 +201,38 @@ def test_a_step_of_a_job_and_a_folder_with_the_prefix_of_init_from_are_sources(
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "prompts", "message"),
     [
-        ("jobs/none", "there is no such folder"),
-        ("jobs/tiny@7", r"there are: 5, 10"),
-        ("jobs/tiny@newest", "does not name a step"),
-        ("hf:jobs/tiny", "has no config.json"),
-        ("jobs/none@5", "there is no such folder"),
+        ("jobs/none", ["x"], "there is no such folder"),
+        ("jobs/none@5", ["x"], "there is no such folder"),
+        ("jobs/tiny@7", ["x"], r"there are: 5, 10"),
+        ("jobs/tiny@newest", ["x"], "does not name a step"),
+        ("hf:jobs/tiny", ["x"], "has no config.json"),
+        ("jobs/empty", ["x"], "no checkpoint in"),
+        ("jobs/tiny", ["y", "y" * 64], "prompt 2 is too long: 64 tokens"),
+        ("jobs/tiny", ["\udcff"], "not UTF-8 text"),
+        ("jobs/tiny", ["-"], "not UTF-8 text"),
+        ("jobs/tiny", None, r"prompts\.txt"),
+        ("jobs/tiny", b"", r"prompts\.txt"),
+        ("jobs/tiny", b"\xff", r"prompts\.txt"),
     ],
 )
-def test_a_source_without_a_model_is_refused(job: Path, source: str, message: str) -> None:
-    assert job.is_dir()
-    with pytest.raises(InputError, match=message):
-        run_generate(source, "x")
+def test_a_mistake_is_named(
+    job: Path,
+    source: str,
+    prompts: list[str] | bytes | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts are those of the command line, or the content of a file, which may be missing."""
+    shutil.copytree(job, "jobs/empty", ignore=shutil.ignore_patterns("step-*"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    file = None if isinstance(prompts, list) else Path("prompts.txt")
+    if isinstance(prompts, bytes):
+        Path("prompts.txt").write_bytes(prompts)
+    given = prompts if isinstance(prompts, list) else []
+    with pytest.raises((ConfigError, InputError), match=message):
+        run_generate(source, *given, prompts_file=file)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(

@@ -59,27 +59,24 @@ def test_a_class_of_each_kind_works(kind: str, limits: set[str]) -> None:
     assert "not checked" not in found["gradients"].detail
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "jamba", "mixtral", "phi"])
+IDLE = r"1 parameters get no gradient, such as .*\.1\.idle"
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "gpt_oss", "mixtral", "phi", "longcat_flash", "opt"]
+)
 def test_a_parameter_that_nothing_uses_is_found_without_values(kind: str) -> None:
-    """In mixtures, too, whose loop over experts needs values."""
+    """In mixtures, too. Where code asks for numbers, a made-up one accuses no parameter."""
     section = TransformersFamily(config=small_models.tiny(kind))
     arch = BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24)
     assert check_gradients(arch).startswith("each of")
     idle = torch.nn.Parameter(torch.empty(3, device="meta"))
     arch.skeleton.blocks()[1].register_parameter("idle", idle)
-    with pytest.raises(ConfigError, match=r"1 parameters get no gradient, such as .*\.1\.idle"):
+    if kind in ("longcat_flash", "opt"):
+        assert check_gradients(arch).startswith("not checked")
+        return
+    with pytest.raises(ConfigError, match=IDLE):
         check_gradients(arch)
-
-
-@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash", "opt", "qwen4_exp_text"])
-def test_gradients_are_checked_without_values_where_code_asks_for_numbers(kind: str) -> None:
-    """Such as those of experts that have tokens. A number that is made up accuses no parameter."""
-    section = TransformersFamily(config=small_models.tiny(kind))
-    arch = BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24)
-    assert check_gradients(arch).startswith("each of")
-    idle = torch.nn.Parameter(torch.empty(3, device="meta"))
-    arch.skeleton.blocks()[1].register_parameter("idle", idle)
-    assert check_gradients(arch).startswith("not checked")
 
 
 def test_a_head_that_computes_something_else_is_found() -> None:

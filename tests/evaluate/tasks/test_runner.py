@@ -1,4 +1,4 @@
-"""The runner: windows in batches, which answers are right, and errors on every rank."""
+"""The runner: which answers are right, and errors on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.result_files import ResultFile
 from dtt.evaluate.tasks.runner import TaskRunner, _Reply
-from dtt.evaluate.tasks.scorer import Generator, OptionBatch, Scorer
+from dtt.evaluate.tasks.scorer import Generator, Scorer
 from dtt.evaluate.tasks.task_data import TaskData, open_task
 from dtt.mesh.dist import World, start
 from dtt.model import families
@@ -84,32 +84,6 @@ def answered(
     return dict(json.loads(file.path.read_text().splitlines()[1]))
 
 
-def test_windows_of_a_long_document_are_divided_over_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["abcdefgh" * 100, "short", "x" * 300]
-    data = make_task(tmp_path, 'type: rolling\nanswer: "{text}"\n', [{"text": t} for t in texts])
-    runner, sizes = make_runner(start(Ranks(), "cpu")), []
-    scored = Scorer._scores
-
-    def counted(self: Scorer, batch: OptionBatch) -> Any:
-        assert batch.trees is not None
-        sizes.append(len(batch.trees.tokens))
-        return scored(self, batch)
-
-    monkeypatch.setattr(Scorer, "_scores", counted)
-    file = ResultFile.of(tmp_path, {"task": "mine"})
-    runner.run(data, file)
-    assert max(sizes) <= 2 * READS
-    assert len(sizes) <= sum(map(len, texts)) / READS
-    records = [json.loads(line) for line in file.path.read_text().splitlines()[1:4]]
-    for record, text in zip(records, texts, strict=True):
-        found = runner.scorer.score([[window] for window in runner.encoder.windows(text)])
-        assert found is not None
-        total = sum(score.log_likelihood for [score] in found)
-        assert record["log_likelihood"] == pytest.approx(total, rel=1e-5)
-
-
 def test_a_prompt_that_was_truncated_is_counted(tmp_path: Path) -> None:
     rows = [{"q": "x" * length, "a": "y"} for length in (READS - 8, READS - 7)]
     result = make_runner(start(Ranks(), "cpu")).run(make_task(tmp_path, REPLIES, rows), None)
@@ -165,11 +139,6 @@ def test_an_answer_that_is_not_there_is_never_right(
 ) -> None:
     """With `ignore`, nothing is left of the accepted answer either."""
     assert answered(tmp_path, said, definition, "4")["exact_match"] == right
-
-
-def test_an_accepted_answer_that_is_empty_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="an answer is empty"):
-        make_task(tmp_path, REPLIES, [{"q": "?", "a": " "}])
 
 
 SLOW = "(a|aa)+$"

@@ -220,11 +220,14 @@ def test_fixed_examples_are_the_same_for_all_other_questions(tmp_path: Path) -> 
     assert len(own) <= 4  # those of the examples themselves, without them
 
 
-def test_a_task_without_a_place_for_examples_is_refused(tmp_path: Path) -> None:
+def test_a_task_without_a_place_for_examples_or_without_its_file_is_refused(tmp_path: Path) -> None:
     task = local(tmp_path)
     assert opened(task).shots == 0
     with pytest.raises(ConfigError, match="names no examples for 3 shots"):
         opened(task, shots=3)
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(InputError, match="relative to the definition"):
+        opened(task)
 
 
 def test_the_hash_is_that_of_the_rows(tmp_path: Path) -> None:
@@ -296,31 +299,6 @@ def test_a_damaged_file_is_refused_whole(
         opened(task)
 
 
-def test_a_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
-    task = local(tmp_path)
-    (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(InputError, match="relative to the definition"):
-        opened(task)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_the_size_of_a_split_is_limited_over_all_of_its_files(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / f"{n}.{suffix}" for n in range(10)]
-    content = {
-        "jsonl": b'{"q": "%s"}\n' % (b"x" * 600),
-        "csv": b"q\n%s\n" % (b"x" * 600),
-        "parquet": parquet([{"q": "x" * 600}]),
-    }[suffix]
-    for path in paths:
-        path.write_bytes(content)
-    monkeypatch.setattr(task_data, "MAX_BYTES", 5000)
-    assert len(task_data._split(paths[:1], ["a"], None).rows) == 1
-    with pytest.raises(InputError, match="too large"):
-        task_data._split(paths, ["a"] * len(paths), None)
-
-
 def test_splits_have_different_folders() -> None:
     origins = [
         TaskSource(hub=hub, name=name, split=split, revision=revision)
@@ -332,10 +310,10 @@ def test_splits_have_different_folders() -> None:
     assert len({task_data._hub_folder(origin, Path()) for origin in origins}) == len(origins)
 
 
-def test_a_bomb_is_refused_in_bounded_memory(
+def test_rows_that_are_too_large_are_refused_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtt.evaluate.tasks.task_data.MAX_BYTES", 10**6)
+    monkeypatch.setattr(task_data, "MAX_BYTES", 10**6)
     task = local(tmp_path, LOCAL.replace("rows.jsonl", "rows.jsonl.gz"))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"q": 1}\n' * 200_000))
     with pytest.raises(InputError, match="too large"):
@@ -343,3 +321,9 @@ def test_a_bomb_is_refused_in_bounded_memory(
     (tmp_path / "rows.parquet").write_bytes(parquet([{"q": f"{n:050}"} for n in range(30_000)]))
     with pytest.raises(InputError, match="too large"):
         opened(local(tmp_path, LOCAL.replace("rows.jsonl", "rows.parquet")))
+    paths = [tmp_path / f"{n}.jsonl" for n in range(10)]  # and over all files of a split
+    for path in paths:
+        path.write_bytes(b'{"q": "%s"}\n' % (b"x" * 200_000))
+    assert len(task_data._split(paths[:1], ["a"], None).rows) == 1
+    with pytest.raises(InputError, match="too large"):
+        task_data._split(paths, ["a"] * len(paths), None)
