@@ -126,28 +126,18 @@ class Chart {
     return this.ticks ? (this.ticks[value] ?? null) : this.x.format(value);
   }
 
-  /**
-   * The range of all values in view. Where a few buckets are far above the rest, as in a spike or
-   * at the first steps, the range ends below them, and triangles mark them.
-   */
+  /** The range of all values in view. */
   yRange(left, right) {
     let [low, high] = [Infinity, -Infinity];
-    const tops = [];
     for (const line of this.drawn) {
       const [first, last] = [Math.max(0, lastUpTo(line.x, left)), lastUpTo(line.x, right)];
       for (let k = first; k <= last; k += 1) {
         const error = line.error?.[k] ?? 0;
         low = Math.min(low, (line.min ?? line.mean)[k] - error);
-        const top = (line.max ?? line.mean)[k] + error;
-        high = Math.max(high, top);
-        tops.push(top);
+        high = Math.max(high, (line.max ?? line.mean)[k] + error);
       }
     }
     if (low > high) return [0, 1];
-    if (tops.length > 100) {
-      const usual = tops.sort((a, b) => a - b)[Math.floor(0.995 * (tops.length - 1))];
-      if (high - usual > 3 * (usual - low) && usual > low) high = usual;
-    }
     const margin = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
     const floor = this.fromZero || (low >= 0 && low < margin) ? Math.min(0, low) : low - margin;
     return [floor, high + margin];
@@ -170,7 +160,7 @@ class Chart {
   }
 
   drawLine(u, line) {
-    const { ctx, bbox } = u;
+    const { ctx } = u;
     const color = resolved(line.color);
     const xs = line.x.map((value) => u.valToPos(value, "x", true));
     const ys = (values) => values.map((value) => u.valToPos(value, "y", true));
@@ -191,12 +181,9 @@ class Chart {
       const ends = ys([line.mean[k] - error, line.mean[k] + error]);
       if (error) stroke(ctx, pathThrough([xs[k], xs[k]], ends), { color, width: 1.25 });
     });
-    const all = line.points || xs.length === 1;
-    const outside = u.scales.y.max;
-    xs.forEach((x, k) => {
-      if (all) dot(ctx, x, mean[k], 3.2 * devicePixelRatio);
-      if ((line.max ?? line.mean)[k] > outside) triangle(ctx, x, bbox.top, 5 * devicePixelRatio);
-    });
+    if (line.points || xs.length === 1) {
+      xs.forEach((x, k) => dot(ctx, x, mean[k], 3.2 * devicePixelRatio));
+    }
   }
 
   select(u) {
@@ -317,14 +304,5 @@ function nearest(sorted, value) {
 function dot(ctx, x, y, radius) {
   ctx.beginPath();
   ctx.arc(x, y, radius, 0, 2 * Math.PI);
-  ctx.fill();
-}
-
-/** Mark a value above the plot. */
-function triangle(ctx, x, top, size) {
-  ctx.beginPath();
-  ctx.moveTo(x, top);
-  ctx.lineTo(x - size, top + 1.6 * size);
-  ctx.lineTo(x + size, top + 1.6 * size);
   ctx.fill();
 }
