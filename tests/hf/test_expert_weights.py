@@ -82,13 +82,10 @@ def test_a_tensor_is_converted_when_it_is_read_and_not_kept() -> None:
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_missing_experts_are_named_with_their_stack(exported: dict[str, Tensor]) -> None:
+def test_missing_experts_are_named(exported: dict[str, Tensor]) -> None:
     for e in (3, 11):
         del exported[f"model.layers.1.mlp.experts.{e}.up_proj.weight"]
-    expected = (
-        "2 missing ['expert [3, 11] of model.layers.1.mlp.experts.{e}.up_proj.weight, of 12'], "
-        "0 unknown []"
-    )
+    expected = "2 missing ['model.layers.1.mlp.experts.11.up_proj.weight'"
     with pytest.raises(DamagedError, match=re.escape(expected)):
         apply_rules(exported, rules(QWEN3_MOE), parameters())
 
@@ -114,10 +111,3 @@ def test_an_expert_that_differs_from_the_others_is_named(
     exported["model.layers.0.mlp.experts.7.up_proj.weight"] = tensor
     with pytest.raises(DamagedError, match=message):
         apply_rules(exported, rules(QWEN3_MOE), parameters())
-
-
-def test_stacks_of_one_rule_with_different_numbers_of_experts_are_refused() -> None:
-    state = parameters()
-    state["layers.0.mlp.experts.up"] = state["layers.0.mlp.experts.up"][:5]
-    with pytest.raises(DamagedError, match="number of experts"):
-        HFTensors(state, rules(FUSED))

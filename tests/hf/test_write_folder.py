@@ -155,11 +155,11 @@ def test_verification_finds_one_changed_weight(trained: LoadedModel, tmp_path: P
     out = tmp_path / "run"
     export(trained, out)
     state = {name: value.clone() for name, value in trained.state.items()}
-    verify.check(out, state, trained.arch, trained.open_tokenizer())
+    verify.check(out, verify.random_logits(state, trained.arch), trained.arch)
     down = next(n for n in state if n.endswith(("mlp.down.weight", "experts.down")))
     state[down][..., 3, 5] += 0.2
     with pytest.raises(DamagedError, match="logits of random ids differ"):
-        verify.check(out, state, trained.arch, trained.open_tokenizer())
+        verify.check(out, verify.random_logits(state, trained.arch), trained.arch)
 
 
 def test_a_model_that_has_diverged_publishes_nothing(llama: LoadedModel, tmp_path: Path) -> None:
@@ -180,10 +180,11 @@ def test_verification_finds_a_wrong_config(
     config = json.loads((out / "config.json").read_text())
     del config["rope_parameters"]
     (out / "config.json").write_text(json.dumps(config))
-    verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
+    expected = verify.random_logits(llama.state, llama.arch)
+    verify.check(out, expected, llama.arch)
     (out / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(DamagedError, match="reads a different architecture"):
-        verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
+        verify.check(out, expected, llama.arch)
 
 
 def test_tied_models_are_saved_without_their_head(trained: LoadedModel, tmp_path: Path) -> None:

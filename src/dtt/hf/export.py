@@ -13,7 +13,6 @@ from dtt.base.errors import ConfigError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
 from dtt.checkpoint import store
-from dtt.config.adapter import LoraConfig
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
 from dtt.track import jsonl
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.hf.peft import Adapter
     from dtt.hf.publish import ExportSource
-    from dtt.hf.read import LoadedModel
 
 
 WHOLE = ("export.dtype=", "export.max_shard_size=")
@@ -157,7 +155,7 @@ def _export(
         return write_folder.export_adapter(
             trained, adapter, origin, folder, card=card, chat=chat, released=released
         )
-    manifest = write_folder.export(
+    return write_folder.export(
         trained,
         origin,
         folder,
@@ -166,32 +164,6 @@ def _export(
         card=card,
         chat=chat,
         released=released,
-    )
-    if isinstance(cfg.adapter, LoraConfig) and cfg.adapter.base == "nf4":
-        quantized = read_checkpoint(cfg, job, checkpoint, ema=origin.ema, quantized=True)
-        _log_cost_of_quantization(trained, quantized)
-    return manifest
-
-
-def _log_cost_of_quantization(merged: LoadedModel, quantized: LoadedModel) -> None:
-    """Log how far the logits of the merged weights are from those of the model in training."""
-    import torch
-
-    from dtt.hf.model_source import on_device
-    from dtt.hf.verify import random_ids
-
-    # The adapter learned on weights in 4 bits, and is merged into the more exact ones.
-    ids_1T = random_ids(merged.arch)[None]
-    with torch.inference_mode():
-        ours, theirs = (
-            on_device(one, torch.device("cpu")).float().eval()(ids_1T)
-            for one in (merged, quantized)
-        )
-    log.info(
-        "export: merged into the unquantized weights, whose logits differ from those of the base "
-        "in 4 bits by at most %.1e; the largest is %.1e",
-        (ours - theirs).abs().max(),
-        theirs.abs().max(),
     )
 
 

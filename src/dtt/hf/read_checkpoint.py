@@ -26,8 +26,7 @@ from dtt.hf.peft import Adapter
 from dtt.hf.read import LoadedModel, read_hf_folder, weight_files
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor
-from dtt.model import nf4
-from dtt.model.adapted_layers import adaptable, adapted_layers
+from dtt.model.adapted_layers import adapted_layers
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.lora import merged
 from dtt.model.scaling import scaled
@@ -52,17 +51,15 @@ def read_checkpoint(
     checkpoint: store.Checkpoint,
     *,
     ema: bool = False,
-    quantized: bool = False,
     world: World | None = None,
 ) -> LoadedModel:
     """Return the model of a job with the resolved config `cfg`.
 
     Reads only the job directory, and the frozen weights below an adapter.
 
-    With `ema`, the weights are their moving average; `quantized` is as in `checkpoint_weights`.
-    With the `world` of several ranks, weights stay in files until each rank reads its part.
-    Raises InputError if the job keeps none, and DamagedError if the job directory contains the
-    manifest of different data.
+    With `ema`, the weights are their moving average. With the `world` of several ranks, weights
+    stay in files until each rank reads its part. Raises InputError if the job keeps none, and
+    DamagedError if the job directory contains the manifest of different data.
     """
     data = DataManifest.read(job.root)
     # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
@@ -74,7 +71,7 @@ def read_checkpoint(
         )
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     check = world is None or world.first
-    weights = checkpoint_weights(checkpoint, job, average=ema, check=check, quantized=quantized)
+    weights = checkpoint_weights(checkpoint, job, average=ema, check=check)
     return LoadedModel(
         architecture(job, cfg),
         weights if world else {name: weight[()] for name, weight in weights.items()},
@@ -100,17 +97,15 @@ def checkpoint_weights(
     *,
     average: bool = False,
     check: bool = True,
-    quantized: bool = False,
 ) -> dict[str, FullTensor]:
     """Return all weights of a checkpoint by name; they are read when indexed.
 
     `job` is the job that saved it, if it does not lie in the job directory (a link, as of a watch).
 
     With `average`, trained weights are their moving average. `check` hashes the frozen weights of
-    an adapter: of several ranks, one does it for all. With `quantized`, the frozen weights have the
-    values of `adapter.base=nf4`. Raises InputError if the job keeps no average, or if the frozen
-    weights of an adapter are not there, and DamagedError if they are others than at the time of the
-    save.
+    an adapter: of several ranks, one does it for all. Raises InputError if the job keeps no
+    average, or if the frozen weights of an adapter are not there, and DamagedError if they are
+    others than at the time of the save.
     """
     job = job or JobDir(checkpoint.path.parents[1])
     cfg = load_job(job.root)
@@ -120,11 +115,8 @@ def checkpoint_weights(
     if checkpoint.manifest.base is None:
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
-    arch = architecture(job, cfg)
-    base = dict(base_weights(checkpoint, average=cfg.init.average, check=check))
-    if quantized:
-        base |= {name: nf4.rounded(base[name][()]) for name in adaptable(arch)}
-    return merged(base, own, adapted_layers(cfg.adapter, arch))
+    base = base_weights(checkpoint, average=cfg.init.average, check=check)
+    return merged(base, own, adapted_layers(cfg.adapter, architecture(job, cfg)))
 
 
 def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = False) -> Adapter:

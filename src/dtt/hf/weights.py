@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,8 +32,7 @@ class HFTensors(Mapping[str, Tensor]):
     def __init__(self, state: Mapping[str, Tensor], rules: Iterable[WeightRule]) -> None:
         """Map the parameters in `state` by `rules`, in their order.
 
-        Raises DamagedError unless the rules cover exactly the parameters, and the stacks of a rule
-        have the same number of experts.
+        Raises DamagedError unless the rules cover exactly the parameters.
         """
         self._state = state
         rules = list(rules)
@@ -62,25 +60,7 @@ class HFTensors(Mapping[str, Tensor]):
         if not rule.per_expert:
             yield rule.hf_name, None
             return
-        experts = {name: len(self._state[name]) for name in rule.dtt_names}
-        if len(set(experts.values())) > 1:
-            raise _mismatch(
-                "the checkpoint", f"stacks differ in their number of experts: {experts}"
-            )
-        yield from ((rule.of_expert(e), e) for e in range(experts[rule.dtt_names[0]]))
-
-    def describe(self, names: Iterable[str]) -> list[str]:
-        """Return the sorted `names`, with all experts of one rule in one line."""
-        experts: dict[str, list[int]] = defaultdict(list)
-        plain = []
-        for name in names:
-            rule, e = self._sources[name]
-            if e is None:
-                plain.append(name)
-            else:
-                experts[f"{rule.hf_name}, of {len(self._state[rule.dtt_names[0]])}"].append(e)
-        stacked = [f"expert {sorted(found)} of {name}" for name, found in experts.items()]
-        return sorted(plain + stacked)
+        yield from ((rule.of_expert(e), e) for e in range(len(self._state[rule.dtt_names[0]])))
 
 
 def to_hf(state: Mapping[str, Tensor], arch: Architecture) -> HFTensors:
@@ -124,7 +104,7 @@ def apply_rules(
     not copied. Raises DamagedError if names, shapes or dtypes do not match.
     """
     converted = HFTensors({name: t.to("meta") for name, t in expected.items()}, rules)
-    _compare(converted, tensors, FOLDER, converted.describe)
+    _compare(converted, tensors, FOLDER)
     state: dict[str, Tensor] = {}
     for rule in rules:
         if not rule.per_expert:
@@ -186,20 +166,13 @@ def _output_axis(tensor: Tensor) -> int:
     return max(0, tensor.ndim - 2)
 
 
-def _compare(
-    expected: Iterable[str],
-    given: Iterable[str],
-    where: str,
-    describe: Callable[[Iterable[str]], list[str]] = sorted,
-) -> None:
-    """Raise DamagedError unless both have the same names; `describe` formats the missing ones."""
+def _compare(expected: Iterable[str], given: Iterable[str], where: str) -> None:
+    """Raise DamagedError unless both have the same names."""
     expected, given = set(expected), set(given)
     if expected != given:
-        missing, extra = expected - given, given - expected
+        missing, extra = sorted(expected - given), sorted(given - expected)
         raise _mismatch(
-            where,
-            f"{len(missing)} missing {describe(missing)[:3]}, "
-            f"{len(extra)} unknown {sorted(extra)[:3]}",
+            where, f"{len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
         )
 
 

@@ -116,12 +116,12 @@ def _write_decoder(
     if folded.decoder != trained.decoder:
         got = verify.random_logits(folded.tensors, folded.decoder)
         verify.differing_logits(None, expected, got, "the folded weights")
+    logits = verify.random_logits(rounded, folded.decoder)
     if any(rounded[name].dtype != tensor.dtype for name, tensor in folded.state.items()):
-        rounding = verify.rounding_difference(expected, rounded, folded.decoder, dtype)
+        rounding = verify.rounding_difference(expected, logits, dtype)
 
     def check() -> tuple[float, float | None]:
-        tokenizer = trained.open_tokenizer()
-        return verify.check(staging, rounded, folded.decoder, tokenizer), rounding
+        return verify.check(staging, logits, folded.decoder), rounding
 
     family = families.get(folded.decoder.family)
     return family.to_hf_config(folded.decoder, folded.end_of_document), check
