@@ -138,30 +138,11 @@ def with_layers(layers: int, family: str, *keys: str) -> Case:
     )  # fmt: skip
 
 
-def test_each_device_holds_its_share_of_a_sharded_model() -> None:
-    one = large("parallel.replicate=1", "parallel.shard=-1", "optim.type=adamw", nodes=8)
-    whole = FP32 * count.parameters(one.arch)
-    parts = memory(one).parts
-    assert parts["parameters"] == pytest.approx(whole / 64, rel=1e-3)
-    assert parts["optimizer state"] == 2 * parts["parameters"]
-    cut = large("parallel.replicate=1", "parallel.shard=-1", "parallel.tensor=8", nodes=8)
-    assert memory(cut).parts["parameters"] == pytest.approx(whole / 64, rel=2e-3)
-
-
 def test_a_run_fits_up_to_the_usable_memory() -> None:
     one = case(*SMALL)
     peak = memory(one).total
     assert fits(replace(one, gpu=replace(CPU, memory=int(peak / 0.9) + 1)))
     assert not fits(replace(one, gpu=replace(CPU, memory=int(peak / 0.9) - 1)))
-
-
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_remat_trades_memory_for_operations(remat: str) -> None:
-    sharded = ("parallel.replicate=1", "parallel.shard=-1")
-    plain, one = large(*sharded, nodes=8), large(*sharded, f"train.remat={remat}", nodes=8)
-    less = memory(one).total < memory(plain).total
-    more = step_of(one).compute > step_of(plain).compute
-    assert less == more == (remat != "none")
 
 
 MEASURED = [
@@ -292,16 +273,6 @@ def test_ddp_sends_each_gradient_twice_and_fsdp_gathers_weights_twice() -> None:
     gathered = 2 * (2 * weights - outside) * fsdp.accumulation
     assert by_kind["all-gather of weights"] == gathered * 7 / 8
     assert by_kind["reduce-scatter of gradients"] == FP32 * weights * 7 / 8
-
-
-def test_links_between_nodes_are_slower() -> None:
-    sharded = ("parallel.replicate=1", "parallel.shard=-1")
-    near, far = large(*sharded), large(*sharded, nodes=8)
-    near_gather, far_gather = (
-        next(e for e in collective_costs(one) if "gather of weights" in e.kind)
-        for one in (near, far)
-    )
-    assert far_gather.seconds / far_gather.bytes > 5 * near_gather.seconds / near_gather.bytes
 
 
 def test_a_run_is_cut_into_jobs_by_its_time_limit() -> None:

@@ -64,18 +64,6 @@ def test_the_passes_that_wait_are_those_of_the_interleaved_order_of_torch(
         assert activations.most_waiting(one.of_rank(rank)) == max(accumulate(steps))
 
 
-def test_early_ranks_keep_the_activations_of_more_micro_batches() -> None:
-    plain = seventy("parallel.stages_per_rank=1")
-    assert [activations.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [
-        *range(8, 0, -1)
-    ]
-    # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of v stages are p v + p - 1 passes.
-    many = seventy()
-    assert activations.most_waiting(many) == 5 * 8 + 8 - 1
-    assert activations.idle(plain) == 7 / 16
-    assert activations.idle(many) == 7 / 80
-
-
 def test_ranks_hold_the_model_once() -> None:
     one = seventy("parallel.layers_per_stage=null")
     names = Counter(w.name for rank in range(8) for w in one.of_rank(rank).weights)
