@@ -82,10 +82,11 @@ def section_of(arch: BuiltArchitecture) -> dict[str, Any]:
     return arch.section.model_dump(mode="json")
 
 
-def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+def loaded(folder: Path, dtype: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return the library's model of a folder, and its report of missing and extra weights.
 
     That of a multimodal folder is the whole model; `text_logits` computes with its text model.
+    `options` are passed to `from_pretrained`.
     """
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
@@ -100,6 +101,7 @@ def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
             trust_remote_code=False,
             local_files_only=True,
             experts_implementation="eager",
+            **options,
         )
     except Exception as error:
         raise InputError(

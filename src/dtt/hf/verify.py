@@ -312,24 +312,14 @@ def _difference(expected: Tensor, got: Tensor, what: str) -> float:
 
 def _load(folder: Path, arch: Architecture) -> Any:
     """Load the model with transformers in fp32; _Mismatch if it differs from `arch`."""
-    settings: Any = transformers.utils.logging
-    settings.disable_progress_bar()
     whole = multimodal.is_multimodal(read_config(folder / "config.json"))
-    auto: Any = transformers.AutoModelForCausalLM
-    if whole:
-        auto = transformers.AutoModelForImageTextToText
+    # Set the attention implementation: config.json may name a kernel that is not installed. Parts
+    # for images, such as that of GOT-OCR2, may have no other than this.
+    attention = "eager" if whole else "sdpa"
     try:
-        # Set the attention implementation: config.json may name a kernel that is not installed.
-        model, report = auto.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            # Parts for images, such as that of GOT-OCR2, may have no other.
-            attn_implementation="eager" if whole else "sdpa",
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    except Exception as error:  # noqa: BLE001  (many classes, also from huggingface_hub)
-        raise _Mismatch(f"transformers cannot load it: {error}") from None
+        model, report = library_folder.loaded(folder, torch.float32, attn_implementation=attention)
+    except InputError as error:
+        raise _Mismatch(f"transformers cannot load it: {error.__cause__}") from None
     # Ignore buffers that older versions saved with the weights.
     unread = [n for n in report.pop("unexpected_keys", ()) if not n.endswith(NOT_WEIGHTS)]
     wrong = {kind: names for kind, names in (report | {"unexpected_keys": unread}).items() if names}
