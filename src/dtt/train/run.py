@@ -189,7 +189,7 @@ def prepare(
     startup.end_phase("imports")
     device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus)
     dataset = open_dataset(cfg)
-    doubts = dataset.rounded_weights() + dataset.left_out()
+    doubts = dataset.left_out()
     if job.newest_checkpoint_name() is None:
         doubts += compatibility.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
     for doubt in doubts if ranks.first else ():

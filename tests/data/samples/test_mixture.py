@@ -112,16 +112,6 @@ def test_stop_ends_with_the_last_sample_of_the_first_source_exhausted(
     assert order(mixture(sizes, given, "stop", 5000)) == endless[: last + 1]
 
 
-def test_the_step_at_which_a_source_completes_an_epoch_is_known() -> None:
-    mixed = mixture([10, 20, 5000], weights(1, 2, 1), samples=100)
-    found = order(mixed)
-    for source, size in enumerate(mixed.sizes[:2]):
-        position = mixed.exhausted_after(source)
-        assert position is not None
-        assert found[position - 1] == (source, size - 1)
-    assert mixed.exhausted_after(2) is None
-
-
 def test_decimals_are_taken_as_they_are_written() -> None:
     assert shares(weights(0.1, 0.2, 0.7)) == (1, 2, 7)
     assert shares(weights(3, 1e-3)) == (3000, 1)
@@ -138,27 +128,6 @@ def test_shares_with_a_long_period_are_rounded(given: tuple[float, ...]) -> None
     assert min(counts) >= 1
     for count, weight in zip(counts, exact, strict=True):
         assert abs(count - LONGEST_PATTERN * weight / sum(exact)) < max(1, len(given))
-
-
-@pytest.mark.parametrize(
-    ("given", "moved"),
-    [
-        ((1, 1e-9), [1]),  # to 1e-5
-        ((0.5, 0.49990, 1.237e-4), [2]),  # to 12 parts of 100,000, 3 % less
-        ((1, 2.51e-3), []),
-        ((0.5, 0.3, 0.2), []),
-        ((1, 1e-5), []),
-    ],
-)
-def test_shares_that_rounding_changes_by_more_than_one_percent_are_reported(
-    given: tuple[float, ...], moved: list[int]
-) -> None:
-    mixed = mixture([10] * len(given), weights(*given), samples=100)
-    assert [source for source, *_ in mixed.rounded()] == moved
-    for source, _, asked, taken in mixed.rounded():
-        exact = weights(*given)
-        assert asked == exact[source] / sum(exact)
-        assert taken * LONGEST_PATTERN == mixed.counts(LONGEST_PATTERN)[source]
 
 
 def test_the_order_of_sources_is_the_same_in_every_version() -> None:

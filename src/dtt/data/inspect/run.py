@@ -29,10 +29,10 @@ def inspect(path: Path, options: InspectOptions, *, as_json: bool) -> None:
 def mix(cfg: RunConfig) -> None:
     """Print the share, tokens and epochs of each data source in the run of `cfg`, and its steps.
 
-    Also prints what the run does not take as it is: weights, and conversations.
+    Also prints which conversations the run does not take as they are.
     """
     dataset = open_dataset(cfg)
-    print("\n".join([dataset.describe(), *dataset.rounded_weights(), *dataset.left_out()]))
+    print("\n".join([dataset.describe(), *dataset.left_out()]))
     steps, asked = dataset.steps, dataset.requested_steps
     ends = "" if steps == asked else f" of the {asked:,} requested"
     print(f"  {steps:,} steps{ends} of {dataset.step_sizes.describe(max(steps, 1))}")

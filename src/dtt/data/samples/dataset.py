@@ -157,14 +157,6 @@ class Dataset:
         """Return the bytes of text of each id, [vocab_size], or None if they are not known."""
         return token_bytes(self.tokenizer, self.manifest.vocab_size, self.manifest.end_of_document)
 
-    def rounded_weights(self) -> list[str]:
-        """Return a line for each source whose share of the samples rounding changed by over 1 %."""
-        return [
-            f"rounded weight: {self.sources[source].name} has a share of {float(taken):.4g}, not "
-            f"{float(asked):.4g}, from step {self.step_sizes.step_of(phase.first) + 1} on"
-            for source, phase, asked, taken in self.mixture.rounded()
-        ]
-
     def state(self, position: int) -> dict[str, Any]:
         """Return the state from which `restore` resumes at `position`, by source name.
 
@@ -188,17 +180,11 @@ class Dataset:
         """Return one line per source: its share, its tokens and its epochs in this run."""
         shares, epochs = self.shares(), self.epochs(self.mixture.end)
         width = max(map(len, shares))
-        lines = []
-        for number, s in enumerate(self.sources):
-            line = (
-                f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
-                f"{epochs[s.name]:.2f} epochs"
-            )
-            last = self.mixture.exhausted_after(number)
-            if last is not None:
-                line += f", the first ends at step {self.step_sizes.step_of(last - 1) + 1:,}"
-            lines.append(line)
-        return "\n".join(lines)
+        return "\n".join(
+            f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
+            f"{epochs[s.name]:.2f} epochs"
+            for s in self.sources
+        )
 
 
 def _merged(parts: Sequence[tuple[SampleRows, npt.NDArray[np.bool_]]]) -> SampleRows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,10 +29,6 @@ Weights = tuple[Fraction, ...]
 
 LONGEST_PATTERN = 100_000
 """Maximum period of a pattern in samples; weights that need a longer one are rounded to it."""
-ENDLESS = 2**62
-"""Samples of a source that is never exhausted."""
-MOVED = Fraction(1, 100)
-"""Relative change of a share through rounding above which dtt warns."""
 
 
 def shares(weights: Weights) -> tuple[int, ...]:
@@ -198,17 +194,15 @@ class Mixture:
         which the weights hold, and the weights; positions ascend and start at 0. `samples` is the
         maximum number of samples of the run.
         """
-        self.sizes = tuple(sizes)
         self.on_exhausted = on_exhausted
         self.end = samples
         """Number of samples of the run: `samples`, or fewer if sources are exhausted earlier."""
-        self.phases = self._plan(list(weights))
+        self.phases = self._plan(np.array(sizes, dtype=np.int64), list(weights))
         self._firsts = [phase.first for phase in self.phases]
 
-    def _plan(self, weights: list[tuple[int, Weights]]) -> list[WeightsPhase]:
+    def _plan(self, sizes: Ints, weights: list[tuple[int, Weights]]) -> list[WeightsPhase]:
         phases: list[WeightsPhase] = []
         gone: set[int] = set()  # exhausted sources, which are not repeated
-        sizes = np.array(self.sizes, dtype=np.int64)
         first, consumed = 0, np.zeros_like(sizes)
         while first < self.end:
             # The last change at or before this position holds.
@@ -260,35 +254,4 @@ class Mixture:
 
     def counts(self, position: int) -> Ints:
         """Return [sources]: samples of each source before a position."""
-        return self._phase(position).counts(position)
-
-    def rounded(self) -> list[tuple[int, WeightsPhase, Fraction, Fraction]]:
-        """Return the shares of each phase that rounding changed by more than MOVED of themselves.
-
-        Each is the source, the phase, the share by the weights, and the one in the pattern.
-        """
-        found = []
-        for phase in self.phases:
-            total, period = sum(phase.weights), sum(phase.shares)
-            for source, weight in enumerate(phase.weights):
-                asked = weight / total
-                taken = Fraction(phase.shares[source], period)
-                if abs(taken - asked) > MOVED * asked:
-                    found.append((source, phase, asked, taken))
-        return found
-
-    def exhausted_after(self, source: int) -> int | None:
-        """Return the samples of the run after which `source` completes its first epoch, or None."""
-        size = self.sizes[source]
-        # The last phase that starts before the source has had all of its samples: earlier ones end
-        # before, and their patterns need not be computed.
-        before = bisect_left(self.phases, size, key=lambda phase: int(phase.consumed[source])) - 1
-        if not self.phases:
-            return None
-        sizes = np.full(len(self.sizes), ENDLESS)
-        sizes[source] = size
-        ended = self.phases[before].first_exhausted(sizes, self.end)
-        return None if ended is None else ended[1]
-
-    def _phase(self, position: int) -> WeightsPhase:
-        return self.phases[bisect_right(self._firsts, position) - 1]
+        return self.phases[bisect_right(self._firsts, position) - 1].counts(position)
