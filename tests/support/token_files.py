@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
-from dtt.artifacts.manifests import ChatFacts, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import ChatFacts, TokenShard, TokensManifest
 from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, map_file
 
 if TYPE_CHECKING:
@@ -37,17 +37,10 @@ def random_documents(count: int, longest: int, seed: int = 0) -> list[Document]:
 def write_pair(stem: Path, documents: Sequence[Document]) -> TokenShard:
     """A pair of files, and what a manifest says of it."""
     with TokenFileWriter(stem, VOCAB_SIZE) as writer:
-        writer.append(row(documents), np.array([len(d) for d in documents], dtype=np.int64))
-        written = writer.close()
-    return TokenShard(
-        split="validation" if stem.name.startswith("validation") else "train",
-        stem=stem.name,
-        counts=SplitCounts(
-            documents=len(documents), tokens=written.tokens, bytes=4 * written.tokens
-        ),
-        bin_sha256=written.bin_sha256,
-        idx_sha256=written.idx_sha256,
-    )
+        ids = row(documents)
+        lengths = np.array([len(d) for d in documents], dtype=np.int64)
+        writer.append(ids, lengths, text_bytes=4 * len(ids))
+        return writer.close("validation" if stem.name.startswith("validation") else "train")
 
 
 def write_folder(folder: Path, shards: dict[str, Sequence[Document]]) -> TokensManifest:
@@ -79,16 +72,7 @@ def write_conversations(
         mask = np.array([m for _, one in conversations for m in one], dtype=np.bool_)
         with TokenFileWriter(stem, VOCAB_SIZE, has_mask=True) as writer:
             writer.append(ids, np.array([len(one) for one, _ in conversations]), mask)
-            written = writer.close()
-        records.append(
-            TokenShard(
-                split="train", stem=stem.name, bin_sha256=written.bin_sha256,
-                idx_sha256=written.idx_sha256, mask_sha256=written.mask_sha256,
-                counts=SplitCounts(
-                    documents=len(conversations), tokens=len(ids), trained=int(mask.sum())
-                ),
-            )
-        )  # fmt: skip
+            records.append(writer.close())
     manifest = TokensManifest(
         key="k", key_parts={}, corpus=CorpusSource(kind="local", id="x"), tokenizer_sha256="t",
         vocab_size=VOCAB_SIZE, dtype="uint16", end_of_document=0, shards=tuple(records),

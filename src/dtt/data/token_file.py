@@ -18,11 +18,12 @@ import os
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from dtt.artifacts.manifests import SplitCounts, TokenShard
 from dtt.artifacts.token_folders import index_bytes
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import named, sha256_file
@@ -191,16 +192,6 @@ class TokenFile:
         )
 
 
-class WrittenFile(NamedTuple):
-    """Sizes and hashes of the files of a shard, returned by `TokenFileWriter.close`."""
-
-    sequences: int
-    tokens: int
-    bin_sha256: str
-    idx_sha256: str
-    mask_sha256: str | None
-
-
 class TokenFileWriter:
     """A writer of one `.bin`/`.idx` pair, which is synced and hashed when `close` returns.
 
@@ -216,7 +207,7 @@ class TokenFileWriter:
         """Create the files at `stem`; `vocab_size` bounds the ids and determines their dtype."""
         self._stem, self._vocab_size = stem, vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._sequences = 0
+        self._counts = SplitCounts()
         self._index: BinaryIO = idx_path(stem).open("wb")
         self._index.write(bytes(HEADER.size))
         self._hash = hashlib.sha256()
@@ -225,11 +216,16 @@ class TokenFileWriter:
         self._mask: BinaryIO | None = mask_path(stem).open("wb") if has_mask else None
 
     def append(
-        self, ids: Tokens, lengths: Tokens, mask: npt.NDArray[np.bool_] | None = None
+        self,
+        ids: Tokens,
+        lengths: Tokens,
+        mask: npt.NDArray[np.bool_] | None = None,
+        text_bytes: int = 0,
     ) -> None:
         """Append sequences: their concatenated `ids` [sum(lengths)] and `lengths` [sequences].
 
         `mask` [sum(lengths)] is True for targets; it is written if the shard has a mask.
+        `text_bytes` is the size of their text.
 
         Raises DamagedError for an id outside the vocabulary, before anything is written.
         """
@@ -253,26 +249,37 @@ class TokenFileWriter:
                 self._mask.write(trained)
         with named(idx_path(self._stem)):
             self._index.write(lengths.astype("<i4", copy=False).data)
-        self._sequences += len(lengths)
+        self._counts += SplitCounts(
+            documents=len(lengths),
+            tokens=len(ids),
+            bytes=text_bytes,
+            trained=None if mask is None else int(mask.sum()),
+        )
 
-    def close(self) -> WrittenFile:
-        """Sync the `.bin`, write the index, and return their sizes and hashes."""
+    def close(
+        self, split: Literal["train", "validation"] = "train", stem: str | None = None
+    ) -> TokenShard:
+        """Sync the `.bin`, write the index, and return the shard as a manifest names it.
+
+        `stem` is the name that the files are renamed to; by default, they keep theirs.
+        """
         _flush(self._file, bin_path(self._stem))
         if self._mask is not None:
             _flush(self._mask, mask_path(self._stem))
         with named(idx_path(self._stem)):
-            tokens = self._complete_index()
-        return WrittenFile(
-            sequences=self._sequences,
-            tokens=tokens,
+            self._complete_index()
+        return TokenShard(
+            split=split,
+            stem=stem or self._stem.name,
+            counts=self._counts,
             bin_sha256=self._hash.hexdigest(),
             idx_sha256=sha256_file(idx_path(self._stem)),
             mask_sha256=None if self._mask is None else self._mask_hash.hexdigest(),
         )
 
-    def _complete_index(self) -> int:
-        """Write what follows the lengths, then the header; return the number of tokens."""
-        file, count, tokens = self._index, self._sequences, 0
+    def _complete_index(self) -> None:
+        """Write what follows the lengths, then the header."""
+        file, count, tokens = self._index, self._counts.documents, 0
         file.flush()
         with idx_path(self._stem).open("rb") as written:
             written.seek(HEADER.size)
@@ -287,7 +294,6 @@ class TokenFileWriter:
         file.seek(0)
         file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self._dtype], count, count + 1))
         _flush(file, idx_path(self._stem))
-        return tokens
 
     def __enter__(self) -> Self:
         return self

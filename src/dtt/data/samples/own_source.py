@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import LostText, TokenShard, TokensManifest
 from dtt.base.files import sha256_file
 from dtt.base.log import Advance, log, progress
 from dtt.base.targets import IGNORE_INDEX
@@ -319,7 +319,7 @@ class _RowWriter:
 
     def write(self, folder: Path, split: Split, numbers: range, advance: Advance) -> TokenShard:
         """Write the shard of the rows with these `numbers`."""
-        counts, owners = SplitCounts(), [np.empty(0, np.int64)]
+        owners = [np.empty(0, np.int64)]
         vocab_size = self._encoder.vocab_size
         stem = folder / f"{split}-00000"
         with TokenFileWriter(stem, vocab_size, has_mask=self._encoder.has_mask) as writer:
@@ -328,22 +328,14 @@ class _RowWriter:
                 batch = {number: _row(self._rows, number, vocab_size) for number in some}
                 advance(len(batch))
                 for encoded_rows, part in self._encoded(batch):
-                    writer.append(part.ids, part.lengths, part.mask)
-                    counts += part.counts
+                    writer.append(part.ids, part.lengths, part.mask, part.text_bytes)
                     # Several sequences are of one row: then it was encoded alone.
                     each = len(part.lengths) // len(encoded_rows)
                     owners.append(np.repeat(encoded_rows, each))
                     self.lost += part.lost or LostText()
-            written = writer.close()
+            shard = writer.close(split)
         np.concatenate(owners).tofile(stem.with_suffix(NUMBERS))
-        return TokenShard(
-            split=split,
-            stem=stem.name,
-            counts=counts,
-            bin_sha256=written.bin_sha256,
-            idx_sha256=written.idx_sha256,
-            mask_sha256=written.mask_sha256,
-        )
+        return shard
 
     def _encoded(self, batch: Mapping[int, Row]) -> Iterator[tuple[list[int], EncodedPart]]:
         """Yield the encoded rows of a batch, a few at a time, with their numbers."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import ChatFacts, LostText, SplitCounts
+from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.reading import read_whole
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -49,16 +49,6 @@ class EncodedPart(NamedTuple):
     """UTF-8 bytes of the text that was encoded."""
     lost: LostText | None = None
     """What the tokenizer has no token for; None if it has one for each byte."""
-
-    @property
-    def counts(self) -> SplitCounts:
-        """The numbers of sequences, tokens, bytes and targets."""
-        return SplitCounts(
-            documents=len(self.lengths),
-            tokens=len(self.ids),
-            bytes=self.text_bytes,
-            trained=None if self.mask is None else int(self.mask.sum()),
-        )
 
 
 class UnitEncoder(Protocol[D]):

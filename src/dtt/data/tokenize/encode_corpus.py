@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensManifest
+from dtt.artifacts.manifests import LostText, TokenShard, TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import (
     check_space,
@@ -258,36 +258,24 @@ class _UnitShards:
             )
             for split, aside in self._asides.items()
         }
-        self._counts = dict.fromkeys(splits, SplitCounts())
         self.empty = self.blank = 0
         """Documents without any text, and with white space only."""
         self.lost = LostText()
 
     def append(self, split: Split, part: EncodedPart) -> None:
-        self._writers[split].append(part.ids, part.lengths, part.mask)
-        self._counts[split] += part.counts
+        self._writers[split].append(part.ids, part.lengths, part.mask, part.text_bytes)
         self.lost += part.lost or LostText()
 
     def finish(self) -> None:
         """Move the shards to their final paths, then write the marker."""
         # Writers flush and close first, so that the hashes are those of complete files.
         with self.open_files:
-            files = {split: writer.close() for split, writer in self._writers.items()}
-        out, shards = self._plan.out, list[TokenShard]()
-        for split, written in files.items():
-            stem = f"{split}-{self._unit:05d}"
-            shard = TokenShard(
-                split=split,
-                stem=stem,
-                counts=self._counts[split],
-                bin_sha256=written.bin_sha256,
-                idx_sha256=written.idx_sha256,
-                mask_sha256=written.mask_sha256,
-            )
-            # A unit may have no held-out document; then there is no file.
-            _put(self._asides[split], out / stem, shard, keep=written.sequences > 0)
-            if written.sequences:
-                shards.append(shard)
+            written = [w.close(s, f"{s}-{self._unit:05d}") for s, w in self._writers.items()]
+        out = self._plan.out
+        # A unit may have no held-out document; then there is no file.
+        shards = [shard for shard in written if shard.counts.documents]
+        for shard in written:
+            _put(self._asides[shard.split], out / shard.stem, shard, keep=shard in shards)
         # Before the marker: after a power failure, a marker must not name missing files.
         fsync_folder(out)
         marker = UnitMarker(
