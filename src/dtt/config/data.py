@@ -191,8 +191,8 @@ class TokenizeConfig(Section):
     """Share of documents held out for validation, chosen by a hash of their text: disjoint from
     training, and unchanged when documents are added."""
     unit_bytes: int | None = Field(default=None, ge=4096)
-    """Bytes of raw text in one unit of work, which becomes one shard; null: that of token files or
-    a selection that exist, else 1/64 of the corpus, as a power of two between 1 and 256 MB."""
+    """Bytes of raw text in one unit of work, which becomes one shard; null: that of a
+    selection, else 1/64 of the corpus, as a power of two between 1 and 256 MB."""
     on_bad_document: Literal["skip", "stop"] = "skip"
     """Action on a document that cannot be read (broken JSON, invalid UTF-8): count and report it,
     or stop."""

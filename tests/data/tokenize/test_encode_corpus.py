@@ -23,7 +23,7 @@ from support.tokenizing import documents
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import GivenTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.streams import Span
@@ -133,19 +133,6 @@ def test_overwrite_removes_all_previous_files(corpus: Corpus, tmp_path: Path) ->
     run(corpus, tmp_path / "out")
     run(corpus, tmp_path / "out", unit_bytes=50_000, overwrite=True)
     assert sums(tmp_path / "out") == sums(tmp_path / "fresh")
-
-
-def test_token_files_with_units_of_another_default_size_are_kept(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    run(corpus, tmp_path / "out")
-    assert corpus.unit_bytes() != 20_000
-    assert run(corpus, tmp_path / "out", unit_bytes=None).units == 0
-    (tmp_path / "out/manifest.json").unlink()
-    (tmp_path / "out/train-00002.bin").unlink()
-    assert run(corpus, tmp_path / "out", unit_bytes=None).units == 1
-    with pytest.raises(ConfigError, match=r"unit_bytes is 20000 there, 50000 now"):
-        run(corpus, tmp_path / "out", unit_bytes=50_000)
 
 
 def test_a_split_without_documents_is_reported_with_what_to_type(

@@ -19,7 +19,7 @@ from support.corpora import comma_separated, json_lines, parquet
 from support.running import Dtt
 from support.selections import CLEAN, is_third, write_selection
 from support.token_files import sums
-from support.tokenizing import BPE, UNIT_BYTES, ask, documents
+from support.tokenizing import BPE, UNIT_BYTES, documents
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
@@ -231,23 +231,6 @@ def test_another_unit_size_than_the_selections_is_refused_with_what_to_type(
     assert omitted.key_parts["tokenize"]["unit_bytes"] == UNIT_BYTES
 
 
-def test_a_selection_of_other_units_encodes_all_of_them_again(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    write_selection(corpus.folder, is_third, unit_bytes=30_000)
-    expected = run(corpus, tmp_path / "fresh", CLEAN, unit_bytes=None).manifest
-    run(corpus, tmp_path / "out", unit_bytes=UNIT_BYTES)
-    with pytest.raises(ConfigError, match=r"tokenize\.unit_bytes is \d+ there, 30000 now"):
-        run(corpus, tmp_path / "out", CLEAN, unit_bytes=30_000)
-    plan = ask(corpus.folder, tmp_path / "out", BPE, CLEAN, unit_bytes=None)
-    assert len(plan.pending) == len(plan.units)
-    assert run(corpus, tmp_path / "out", CLEAN, unit_bytes=None).manifest == expected
-    names = [
-        sorted(path.name for path in (tmp_path / out).glob("*.bin")) for out in ("fresh", "out")
-    ]
-    assert names[0] == names[1]
-
-
 def test_a_unit_with_another_number_of_documents_is_refused(
     corpus: Corpus, tmp_path: Path, given: GivenTokenizerConfig
 ) -> None:
@@ -290,17 +273,3 @@ def test_the_command_says_what_was_removed_and_train_refuses_other_tokens(
     dtt(*train, "clean.exact=true")
     seen = dtt("data", "at-step", "jobs/run", 1).stdout
     assert f"tokens is without {removed} documents: rules {removed}" in seen
-
-
-def test_two_ranks_leave_out_the_same_documents(
-    corpus: Corpus, tmp_path: Path, mpirun: Any
-) -> None:
-    write_selection(corpus.folder, is_third, unit_bytes=UNIT_BYTES)
-    run(corpus, tmp_path / "one", CLEAN)
-    done = mpirun(
-        2, "-m", "dtt.main", "tokenize", "clean.exact=true", f"download.out={corpus.folder}",
-        f"tokenize.out={tmp_path / 'two'}", "tokenizer.vocab_size=300",
-        "tokenize.validation_fraction=0.1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert sums(tmp_path / "one") == sums(tmp_path / "two")

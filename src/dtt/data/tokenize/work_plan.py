@@ -116,7 +116,7 @@ def make_plan(
     and InputError if the corpus is empty.
     """
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
-    corpus, units, unit_bytes = _divide(cfg, clean, corpus_folder, comm, found)
+    corpus, units, unit_bytes = _divide(cfg, clean, corpus_folder, comm)
     key = None
     if comm.rank == 0:
         if overwrite:
@@ -126,8 +126,7 @@ def make_plan(
             given = given_tokenizer(tokenizer)
         encoding, files = kind.prepare(tokenizer, None if found is None else found.key_parts)
         key = _asked(cfg, tokenizer, corpus, unit_bytes, given, encoding)
-        resizable = cfg.unit_bytes is None
-        if found and _is_same(found, key, out, "token files", may_be_resized=resizable):
+        if found and _is_same(found, key, out, "token files"):
             key = found
         elif found:
             clear(out)
@@ -192,16 +191,9 @@ def _checked(out: Path, corpus: Corpus, units: list[Unit], key: TokensKey, comm:
 
 
 def _divide(
-    cfg: TokenizeConfig,
-    clean: CleanConfig | None,
-    folder: Path,
-    comm: Comm,
-    found: TokensKey | None = None,
+    cfg: TokenizeConfig, clean: CleanConfig | None, folder: Path, comm: Comm
 ) -> tuple[Corpus, list[Unit], int]:
     """Open a corpus and its selection; return it, its units and their size; collective.
-
-    Without `tokenize.unit_bytes` and a selection, the units are those of the token files `found`,
-    which earlier versions of dtt may have made with another default.
 
     Raises InputError if the corpus is empty or has not been cleaned, and ConfigError if
     `tokenize.unit_bytes` is not the selection's.
@@ -215,8 +207,6 @@ def _divide(
             next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it",
         )
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
-    if found is not None and cfg.unit_bytes is None and corpus.selection is None:
-        unit_bytes = found.key_parts.get("tokenize", {}).get("unit_bytes", unit_bytes)
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
         raise InputError("the corpus contains no documents", where=folder)
@@ -245,17 +235,12 @@ def _shard_files(folder: Path) -> Iterator[Path]:
             yield from folder.glob(f"{split}-*.{suffix}")
 
 
-def _is_same(
-    found: TokensKey, asked: TokensKey, out: Path, what: str, *, may_be_resized: bool = False
-) -> bool:
+def _is_same(found: TokensKey, asked: TokensKey, out: Path, what: str) -> bool:
     """Return True if the key `found` of `what` in `out` is the one asked for; log why it is not.
 
-    Raises ConfigError for other text or settings. With `may_be_resized`, units of another size, as
-    a selection has them, are no reason to refuse.
+    Raises ConfigError for other text or settings.
     """
-    other = differences(found.key_parts, asked.key_parts)
-    resized = all(line.startswith("tokenize.unit_bytes ") for line in other)
-    if other and not (resized and may_be_resized):
+    if other := differences(found.key_parts, asked.key_parts):
         raise ConfigError(
             f"the folder contains {what} of other text or settings",
             where=out,
@@ -265,7 +250,7 @@ def _is_same(
         )
     # All of it, although some units may lose the same documents as before: another setting of
     # `clean` changes nearly all units, and a tokenizer that is trained on the documents as well.
-    if other or found.removed != asked.removed:
+    if found.removed != asked.removed:
         log.info("%s: made again, as `dtt clean` removes other documents now", what)
         return False
     return True
