@@ -22,7 +22,7 @@ from dtt.config.load import resolve
 from dtt.config.sources import SourceConfig
 from dtt.data.samples import sample_layout
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.packing import TooLong, best_fit, least_slack
+from dtt.data.samples.packing import TooLong, least_slack
 from dtt.data.samples.token_source import TokenSource
 
 SEQ_LEN = 20
@@ -135,16 +135,6 @@ def test_least_slack_fills_the_first_bin_as_well_as_any_choice_of_items(
     for length in others:
         sums |= {total + length for total in sums if total + length <= capacity}
     assert sum(n for n, b in zip(lengths, bins.tolist(), strict=True) if b == 0) == max(sums)
-
-
-def test_least_slack_is_tighter_than_best_fit_for_lengths_like_those_of_conversations() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(5, 0.4, 5000).astype(np.int64), 60, 513)
-    full = {
-        pack.__name__: lengths.sum() / (513 * (int(pack(lengths, 513).max()) + 1))
-        for pack in (least_slack, best_fit)
-    }
-    assert full["least_slack"] > 0.998 > 0.99 > full["best_fit"]
 
 
 def test_the_bins_are_the_same_in_every_version() -> None:
