@@ -121,6 +121,28 @@ def test_a_document_keeps_its_number_in_the_file(
             assert text in TEXTS[span.document]
 
 
+def test_a_run_reads_the_kept_documents_only_which_are_other_data(
+    corpora: Any, tmp_path: Path, tokenizer: str
+) -> None:
+    whole = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
+    deleted = make(corpora, tmp_path / "deleted", {"a.jsonl": json_lines(KEPT)})
+    write_selection(whole, is_third, unit_bytes=encoded_documents.UNIT_BYTES)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer)
+
+    def opened(corpus: Path, *more: str) -> tuple[str, list[list[int]]]:
+        given = ["data.type=text", f"download.out={corpus}", f"tokenizer.path={path}", *more]
+        sizes = ["train.seq_len=32", "train.global_batch_tokens=256", "train.steps=6"]
+        cfg = resolve(None, ["tokenizer.type=file", *given, *sizes], env={}).config
+        dataset = open_dataset(cfg)
+        return dataset.manifest.key, dataset.read(dataset.order(0, 48)).ids.tolist()
+
+    key, rows = opened(whole, "clean.exact=true")
+    assert rows == opened(deleted)[1]
+    assert rows != opened(whole)[1]
+    assert key != opened(whole)[0]
+
+
 def test_the_data_key_depends_on_what_is_removed_only(
     corpora: Any, tmp_path: Path, encoder: Encoder
 ) -> None:
@@ -143,21 +165,3 @@ def test_the_data_key_depends_on_what_is_removed_only(
     assert identity(other) == first
     write_selection(folder, lambda text: text.startswith(b"3:"), unit_bytes=size, clean=other)
     assert identity(other) not in (first, before)
-
-
-def test_a_run_reads_the_kept_documents_only(corpora: Any, tmp_path: Path, tokenizer: str) -> None:
-    whole = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
-    deleted = make(corpora, tmp_path / "deleted", {"a.jsonl": json_lines(KEPT)})
-    write_selection(whole, is_third, unit_bytes=encoded_documents.UNIT_BYTES)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(tokenizer)
-
-    def first_rows(corpus: Path, *more: str) -> list[list[int]]:
-        given = ["data.type=text", f"download.out={corpus}", f"tokenizer.path={path}", *more]
-        sizes = ["train.seq_len=32", "train.global_batch_tokens=256", "train.steps=6"]
-        cfg = resolve(None, ["tokenizer.type=file", *given, *sizes], env={}).config
-        source = open_dataset(cfg).sources[0]
-        rows: list[list[int]] = source.read(source.order(0, 48)).ids.tolist()
-        return rows
-
-    assert first_rows(whole, "clean.exact=true") == first_rows(deleted) != first_rows(whole)
