@@ -43,15 +43,14 @@ def find(name: str | Path, kind: str = "") -> Path:
             return one
     if is_job(path):
         raise ConfigError(f"{path} is a job, not a {what}", next=f"dtt train {path} resumes it")
-    suffixes = (*SUFFIXES, ".py") if kind else SUFFIXES
     if path.is_dir():
-        inside = sorted(str(p) for p in path.glob("*") if p.suffix in suffixes)
+        inside = sorted(str(p) for p in path.glob("*") if p.suffix in SUFFIXES)
         example = f"-c {inside[0]}" if inside and not kind else "specify a file"
         raise ConfigError(f"{path} is a folder, not a {what}", next=example)
     folder = shipped_configs() / kind
     found = (p.relative_to(folder).with_suffix("") for p in folder.rglob("*.yaml"))
     names = sorted(str(p) for p in found if p.parent.name not in ("sweeps", "tasks"))
-    beside = [p for p in sorted(path.parent.glob("*")) if p.suffix in suffixes]
+    beside = [p for p in sorted(path.parent.glob("*")) if p.suffix in SUFFIXES]
     close = [str(p) for p in beside if p.stem == path.stem]
     close += difflib.get_close_matches(str(path), map(str, beside), n=3)
     close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)

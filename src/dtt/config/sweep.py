@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,8 +15,8 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, create_mod
 from dtt.base.errors import ConfigError, DttError
 from dtt.config import explain, load, validation
 from dtt.config.base import Section
-from dtt.config.key_types import Key, KeyTypes
-from dtt.config.layers import Layer, Leaf, from_mapping, read_file
+from dtt.config.key_types import KeyTypes
+from dtt.config.layers import Layer, Leaf, read_file
 from dtt.config.merging import Resolved, nested, take_extends
 from dtt.config.own import OwnCodeError
 from dtt.config.run import NAME, RunConfig
@@ -186,17 +184,14 @@ class SweepFile:
 
 
 def read(path: Path) -> SweepFile:
-    """Read a sweep file: YAML, JSON or Python, or a shipped one by name.
+    """Read a sweep file, or a shipped one by name.
 
-    A Python file is executed. Raises ConfigError, which lists every mistake with its line.
+    Raises ConfigError, which lists every mistake with its line.
     """
     path = find(path, "sweeps")
-    if path.suffix == ".py":
-        layer = _from_python(path)
-    else:
-        extends, layer = take_extends(read_file(path, _key_types()))
-        if extends:
-            raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
+    extends, layer = take_extends(read_file(path, _key_types()))
+    if extends:
+        raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
     values = nested({k: v for k, v in layer.items() if k[0] != "parameters"})
@@ -237,23 +232,6 @@ def _key_types() -> KeyTypes:
         for word in ((), ("values",))
     }
     return KeyTypes({**own.texts, **base.texts, **values}, base.mappings, base.variants)
-
-
-def _from_python(path: Path) -> Layer:
-    """Return the value of `sweep` in a Python file, or its return value if it is a function.
-
-    The file is the user's own program and is executed without a sandbox.
-    """
-    found: Any = runpy.run_path(str(path)).get("sweep")
-    values = found() if isinstance(found, Callable) else found  # type: ignore[arg-type]
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{path} defines no sweep",
-            why=f"`sweep` is {values!r}",
-            next="sweep = {'base': …, 'parameters': {…}}, or a function that returns it",
-        )
-    dotted = from_mapping(values, str(path)).items()
-    return {reduce(_key_types().below, key, Key()): leaf for key, leaf in dotted}
 
 
 def _parameters(layer: Layer) -> Any:

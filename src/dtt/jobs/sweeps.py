@@ -214,7 +214,7 @@ def _check_unchanged(folder: Path, trial: Trial) -> None:
 def find(name: str) -> Sweep:
     """Return the sweep of a folder, a name or a sweep file; InputError if there is none."""
     path = Path(name)
-    if path.is_file() and path.suffix in (*SUFFIXES, ".py"):
+    if path.is_file() and path.suffix in SUFFIXES:
         path = Path("jobs") / read(path).sweep.name
     elif not SweepManifest.exists(path) and "/" not in name:
         path = Path("jobs") / name
