@@ -41,9 +41,9 @@ _dtt_program() {
 }
 
 exec python3 -IB src/dtt/jobs/slurm/supervisor --job=jobs/run-download --continuation=requeue \
-    --received='data/corpus/docs/**/*' \
-    --received='data/corpus/docs/.parts/*' \
-    --received='data/corpus/docs/.cache/huggingface/download/**/*.incomplete' \
+    --progress='data/corpus/docs/**/*' \
+    --progress='data/corpus/docs/.parts/*' \
+    --progress='data/corpus/docs/.cache/huggingface/download/**/*.incomplete' \
     --fixed-lead \
     --functions "$(declare -f _dtt_prepare _dtt_launch _dtt_set_up _dtt_program)" "$@" \
     -- download -c jobs/run-download/config.yaml

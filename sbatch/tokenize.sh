@@ -41,7 +41,7 @@ _dtt_program() {
 }
 
 exec python3 -IB src/dtt/jobs/slurm/supervisor --job=jobs/run-tokenize --continuation=requeue \
-    --units='data/tokens/docs-bpe4096/.units/*.json' \
+    --progress='data/tokens/docs-bpe4096/.units/*.json' \
     --fixed-lead \
     --functions "$(declare -f _dtt_prepare _dtt_launch _dtt_set_up _dtt_program)" "$@" \
     -- tokenize -c jobs/run-tokenize/config.yaml

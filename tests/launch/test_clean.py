@@ -74,9 +74,13 @@ def test_submit_clean_runs_ranks_on_all_nodes(dtt: Dtt, corpus: Path) -> None:
     script = dtt("submit", "clean", *options, "clean.exact=true", "--print-script").stdout
     assert "clean -c jobs/run-clean/config.yaml" in script
     tokenize = dtt("submit", "tokenize", *options, "clean.exact=true", "--print-script").stdout
-    assert "    --units='corpus/selection-*/.work/*.json' \\\n" in script
+    assert "    --progress='corpus/selection-*/.work/*.json' \\\n" in script
     ours, theirs = (
-        [line.replace("clean", "tokenize") for line in text.splitlines() if "--units" not in line]
+        [
+            line.replace("clean", "tokenize")
+            for line in text.splitlines()
+            if "--progress" not in line
+        ]
         for text in (script, tokenize)
     )
     assert ours == theirs

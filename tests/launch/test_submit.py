@@ -389,12 +389,12 @@ def test_the_other_commands_have_directories_of_their_own(dtt: Dtt, slurm: dict[
     dtt("submit", "tokenize", *data, "launch.processes_per_node=2", **slurm)
     script = (dtt.folder / "jobs/n-tokenize/slurm.sh").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
-    # What the script counts as finished units is what the commands write.
+    # What the script counts as progress is what the commands write.
     dtt("submit", "clean", *data, "clean.exact=true", **slurm)
     for command in ("clean", "tokenize"):
         dtt(command, "-c", f"jobs/n-{command}/config.yaml")
         script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
-        [pattern] = re.findall("--units='(.*)'", script)
+        [pattern] = re.findall("--progress='(.*)'", script)
         assert len(list(dtt.folder.glob(pattern))) > 0
 
 

@@ -87,27 +87,29 @@ def configurations(submission: Submission) -> dict[Path, str | bytes]:
     return texts
 
 
-def progress(command: str, configs: Sequence[RunConfig]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what of a command's files is progress, so that it may reach many time limits.
+def progress(argv: Sequence[str], configs: Sequence[RunConfig]) -> tuple[str, ...]:
+    """Return patterns of the files that the next attempt at a command continues.
 
-    That is patterns of files that each stand for a unit of work, and of files of which each byte
-    is kept.
+    Each of their bytes is progress, so the command may reach any number of time limits: markers of
+    finished units, received files, answers.
     """
-    units: dict[str, None] = {}
-    received: dict[str, None] = {}
+    command = argv[0]
+    if command == "eval":
+        return (f"{escape(argv[1])}/evals/*/*.jsonl",)
+    patterns: dict[str, None] = {}
     for one in (one for cfg in configs for one in cfg.corpora):
         corpus, tokens = escape(str(one.corpus_dir)), escape(str(one.tokenize_dir))
         if command == "clean" and one.clean is not None:
             from dtt.artifacts.selection_manifest import SelectionManifest  # training needs none
 
-            units[f"{corpus}/selection-*/{SelectionManifest.work}/*.json"] = None
+            patterns[f"{corpus}/selection-*/{SelectionManifest.work}/*.json"] = None
         if command == "tokenize":
-            units[f"{tokens}/{TokensManifest.work}/*.json"] = None
+            patterns[f"{tokens}/{TokensManifest.work}/*.json"] = None
         if command == "download":
             # Complete files, and what the Hub and other stores have sent of the others.
             incomplete = (".parts/*", ".cache/huggingface/download/**/*.incomplete")
-            received |= dict.fromkeys(f"{corpus}/{name}" for name in ("**/*", *incomplete))
-    return tuple(units), tuple(received)
+            patterns |= dict.fromkeys(f"{corpus}/{name}" for name in ("**/*", *incomplete))
+    return tuple(patterns)
 
 
 def plan(submission: Submission) -> Iterator[str]:

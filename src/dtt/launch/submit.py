@@ -166,7 +166,6 @@ def make_script(
     stages: Sequence[Stage] = (),
 ) -> job_script.Script:
     """Return the parameters of the job script of a command; `cfg` has its own resources."""
-    units, received = progress(command, [stage.config for stage in stages] or [cfg])
     below = job.root.is_relative_to("jobs")
     return job_script.Script(
         job_name=str(job.root.relative_to("jobs") if below else job.root.name),
@@ -178,8 +177,7 @@ def make_script(
         device=cfg.train.device,
         lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),
-        units=units,
-        received=received,
+        progress=progress(argv, [stage.config for stage in stages] or [cfg]),
     )
 
 

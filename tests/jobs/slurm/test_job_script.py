@@ -70,16 +70,14 @@ EXAMPLES = {
 }
 
 
-UNITS = {
-    "download": {
-        "received": (
-            "data/corpus/docs/**/*",
-            "data/corpus/docs/.parts/*",
-            "data/corpus/docs/.cache/huggingface/download/**/*.incomplete",
-        )
-    },
-    "tokenize": {"units": ("data/tokens/docs-bpe4096/.units/*.json",)},
-    "train": {},
+PROGRESS = {
+    "download": (
+        "data/corpus/docs/**/*",
+        "data/corpus/docs/.parts/*",
+        "data/corpus/docs/.cache/huggingface/download/**/*.incomplete",
+    ),
+    "tokenize": ("data/tokens/docs-bpe4096/.units/*.json",),
+    "train": (),
 }
 """The progress of each, as `dtt submit` names it for the dataset `docs`."""
 
@@ -99,20 +97,19 @@ def example(command: str) -> Script:
         argv=argv,
         kind=kind,  # type: ignore[arg-type]
         launch=resolve(profile, settings, env={}).config.launch,
-        **UNITS[command],  # type: ignore[arg-type]
+        progress=PROGRESS[command],
     )
 
 
 def test_the_progress_of_each_command_is_that_of_its_folders() -> None:
     cfg = resolve(None, ["download.dataset=docs", "clean.exact=true"], env={}).config
-    named = {command: progress(command, [cfg]) for command in (*EXAMPLES, "clean")}
-    for command, given in UNITS.items():
-        assert named[command] == (given.get("units", ()), given.get("received", ()))
-    assert named["clean"] == (("data/corpus/docs/selection-*/.work/*.json",), ())
+    assert {command: progress([command], [cfg]) for command in EXAMPLES} == PROGRESS
+    assert progress(["clean"], [cfg]) == ("data/corpus/docs/selection-*/.work/*.json",)
+    assert progress(["eval", "jobs/a", "--watch"], [cfg]) == ("jobs/a/evals/*/*.jsonl",)
     # A folder may have characters of a pattern.
     two = resolve(None, ["download.datasets=[{dataset: a}, {dataset: b}]", "tokenize.out=t[1]"])
-    assert progress("tokenize", [two.config])[0] == ("t[[]1]/a/.units/*.json",
-                                                     "t[[]1]/b/.units/*.json")  # fmt: skip
+    both = ("t[[]1]/a/.units/*.json", "t[[]1]/b/.units/*.json")
+    assert progress(["tokenize"], [two.config]) == both
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -445,33 +442,34 @@ def test_a_stage_that_did_not_finish_is_trained_again(ending: str, node: Node) -
     assert [words[-1] for words in asked if words[0] == "torchrun"] == ["jobs/run/pretrain"] * 2
 
 
-def test_finished_units_and_received_bytes_are_progress(node: Node) -> None:
+def test_each_byte_of_the_files_named_as_progress_is_progress(node: Node) -> None:
     """A tokenization, or a download, may reach any number of time limits."""
-    job, kinds = Path("jobs/run-x"), {"units": ("t/.units/*.json",), "received": ("c/.parts/*",)}
+    job, patterns = Path("jobs/run-x"), ("t/.units/*.json", "c/.parts/*")
     install(node.folder / job, MAX_STALLED_ATTEMPTS=2)
     for folder in ("t/.units", "c/.parts"):
         (node.folder / folder).mkdir(parents=True)
     part = node.folder / "c/.parts/0"
 
-    def attempt(kind: str, does: str, restart: int = 1) -> str:
-        text = node.script(job=job, argv=("x",), kind="other", **{kind: kinds[kind]})
+    def attempt(does: str, restart: int = 1) -> str:
+        text = node.script(job=job, argv=("x",), kind="other", progress=patterns)
         (node.fakes / "python").write_text(f"#!/bin/bash\n{does}; exit 74\n")
         restarted = {"SLURM_RESTART_COUNT": str(restart)}
         return node.execute(text, **restarted)[1].splitlines()[-1]
 
     for number in range(4):
-        assert attempt("units", f"touch t/.units/{number}.json").endswith("requeued")
-    assert attempt("units", "touch t/.units/0.json").endswith("requeued")
-    assert "2 consecutive attempts finished nothing more" in attempt("units", "true")
+        assert attempt(f"echo {{}} >t/.units/{number}.json").endswith("requeued")
+    assert attempt("echo {} >t/.units/0.json").endswith("requeued")
+    assert "2 consecutive attempts finished nothing more" in attempt("true")
+    shutil.rmtree(node.folder / "t")
     shutil.rmtree(node.folder / job / "attempts")
     for _ in range(4):
-        assert attempt("received", "echo some >>c/.parts/0").endswith("requeued")
+        assert attempt("echo some >>c/.parts/0").endswith("requeued")
     assert newest(node.folder / job)["saved"] == part.stat().st_size - len("some\n")
     # A file that starts anew each time, and never gets as far as it was, is no progress.
-    assert attempt("received", "echo so >c/.parts/0").endswith("requeued")
-    assert "2 consecutive attempts" in attempt("received", "echo some >>c/.parts/0")
+    assert attempt("echo so >c/.parts/0").endswith("requeued")
+    assert "2 consecutive attempts" in attempt("echo some >>c/.parts/0")
     # A submission by the user counts from what is there.
-    assert attempt("received", "echo some >>c/.parts/0", restart=0).endswith("requeued")
+    assert attempt("echo some >>c/.parts/0", restart=0).endswith("requeued")
 
 
 def shlex_words(line: str) -> list[str]:
@@ -743,10 +741,10 @@ def test_the_other_commands_have_attempts_and_endings_too(
 
 @pytest.mark.slow
 def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(node: Node) -> None:
-    """Its progress is the number of answers. One that ends in order at its limit did not fail."""
+    """Its progress is its answers. One that ends in order at its limit did not fail."""
     argv, job = ("eval", "jobs/run", "--watch"), Path("jobs/run-eval")
     install(node.folder / job, MAX_STALLED_ATTEMPTS=2)
-    text = node.script(job=job, argv=argv, kind="other")
+    text = node.script(job=job, argv=argv, kind="other", progress=progress(argv, ()))
     results = node.folder / "jobs/run/evals/step-000010/piqa-0.jsonl"
     results.parent.mkdir(parents=True)
     limit = 'kill -s USR2 "$BATCH"; until [[ -s jobs/run-eval/control/stop ]]; do sleep 1; done'

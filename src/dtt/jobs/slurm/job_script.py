@@ -61,10 +61,8 @@ class Script:
     """Job directories of all stages of training, in order, if the job trains several."""
     device: str = "auto"
     """Device that the job trains on: `cuda`, `cpu`, or `auto` for GPUs if the job has any."""
-    units: tuple[str, ...] = ()
-    """Patterns of files that are written when a unit of work is complete, which is progress."""
-    received: tuple[str, ...] = ()
-    """Patterns of files whose bytes are progress, as the next attempt continues them."""
+    progress: tuple[str, ...] = ()
+    """Patterns of files whose bytes are progress: what the next attempt need not do again."""
 
     def __post_init__(self) -> None:
         # The script quotes every value, but `#SBATCH` lines are parsed by Slurm, which knows no
@@ -209,8 +207,7 @@ def _options(script: Script) -> Iterator[str]:
         yield f"--trials {' '.join(map(_quoted, script.array.trials))}"
     if script.stages:
         yield f"--stages {' '.join(map(_quoted, script.stages))}"
-    yield from (f"--units={_quoted(pattern)}" for pattern in script.units)
-    yield from (f"--received={_quoted(pattern)}" for pattern in script.received)
+    yield from (f"--progress={_quoted(pattern)}" for pattern in script.progress)
     if launch.preflight and command == "train":
         on_gpus = launch.gpus > 0 if script.device == "auto" else script.device.startswith("cuda")
         yield f"--preflight={'gpu' if on_gpus else 'cpu'}"

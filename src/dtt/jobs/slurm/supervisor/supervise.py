@@ -30,7 +30,7 @@ from .decisions import (
 from .node_scripts import EVERY_NODE, FIRST_NODE, RANKS
 from .tolerant_io import (
     attempt_record,
-    finished_work,
+    finished_bytes,
     first_free_port,
     largest,
     link,
@@ -107,7 +107,7 @@ class Supervisor:
         self._remove_own_request()
         self.before = self._saved_steps()
         continued = self.restarts > 0
-        if self.plan.units or self.plan.received:  # files that are begun anew are no progress
+        if self.plan.progress:  # files that are begun anew are no progress
             most = newest.get("saved") if continued else 0
             self.before = max(self.before, most if isinstance(most, int) else 0)
         self.stalled = stalled_before(newest, self.before, continued)
@@ -157,13 +157,9 @@ class Supervisor:
 
     def _saved_steps(self) -> int:
         """Return a number that grows with every result from which the next attempt can start."""
-        if self.command[0] == "eval":  # an evaluation resumes after the last answer
-            answers = Path(self.command[1]).glob("evals/*/*.jsonl")
-            return sum(read(path).count("\n") for path in answers)
         if self.trains:
             return largest(self.job / "checkpoints", "step-")
-        # Tokens, selections and texts; 0: none.
-        return finished_work(self.plan.units, self.plan.received)
+        return finished_bytes(self.plan.progress)
 
     def _time_limit(self) -> Optional[int]:
         return seconds(slurm_record(self.id).get("EndTime", ""))
@@ -352,8 +348,7 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--continuation", choices=("requeue", "none"), required=True)
     parser.add_argument("--trials", nargs="*", default=[], help="job directories of an array")
     parser.add_argument("--stages", nargs="*", default=[], help="job directories of all stages")
-    parser.add_argument("--units", action="append", default=[], help="pattern of finished work")
-    parser.add_argument("--received", action="append", default=[], help="pattern of a download")
+    parser.add_argument("--progress", action="append", default=[], help="pattern of finished work")
     parser.add_argument("--preflight", help="test all processes before training: `cpu` or `gpu`")
     parser.add_argument("--fixed-lead", action="store_true", help="do not read the file `lead`")
     parser.add_argument("--mpirun", action="store_true", help="mpirun starts the processes")

@@ -66,14 +66,10 @@ def largest(folder: Path, prefix: str = "") -> int:
     return max((int(match.group(1)) for match in found if match), default=-1)
 
 
-def finished_work(units: Sequence[str], received: Sequence[str]) -> int:
-    """Return a number that grows with each finished unit of work, and with each received byte.
-
-    `units` are patterns of files that are written when a unit is complete, `received` patterns of
-    files that the next attempt continues.
-    """
-    count = sum(len(glob.glob(pattern)) for pattern in units)
-    for path in [path for pattern in received for path in glob.glob(pattern, recursive=True)]:
+def finished_bytes(patterns: Sequence[str]) -> int:
+    """Return the size of the files that match any of these patterns."""
+    count = 0
+    for path in [path for pattern in patterns for path in glob.glob(pattern, recursive=True)]:
         with suppress(OSError):
             count += 0 if os.path.isdir(path) else os.path.getsize(path)
     return count
