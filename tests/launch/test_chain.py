@@ -18,7 +18,6 @@ from dtt.launch.submit import SubmitOptions
 SBATCH = """\
 echo "sbatch $*" >>"$CALLS"
 case "$*" in
-  *--test-only*) echo "sbatch: Job 9 to start at 2026-01-02T03:04:05 using 1" >&2; exit 0 ;;
   *"$REJECTED"*) echo "no such partition" >&2; exit 1 ;;
 esac
 grep -c "^sbatch" "$CALLS"
@@ -109,10 +108,8 @@ def test_each_step_waits_for_the_one_before_and_is_seen_as_one_thing(dtt: Dtt, s
     shown = dtt("submit", "pipeline", *keys, "--dry-run", **slurm).stdout
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert "download done" in rows
-    start = "2026-01-02T03:04:05"
-    assert f"tokenize 3 4 0 60 3.0 node-hours the default {start}" in rows
-    assert f"train 1 2 2 60 2.0 GPU-hours the default {start}" in rows
-    assert "alone Slurm was asked for each step as if it waited for no other" in rows
+    assert "tokenize 3 4 0 60 3.0 node-hours the default" in rows
+    assert "train 1 2 2 60 2.0 GPU-hours the default" in rows
     assert not (dtt.folder / "jobs/n-pipeline").exists()
 
 
@@ -128,11 +125,10 @@ def test_an_evaluation_runs_beside_the_training_and_is_done_after_it(dtt: Dtt, s
     dry = dtt("submit", "pipeline", *keys, "--dry-run", **slurm).stdout
     assert "success of the one before, eval runs beside train\n" in dry
     rows = [" ".join(line.split()) for line in dry.splitlines()]
-    assert "train 1 4 4 60 4.0 GPU-hours the default 2026" in rows[4]
-    assert "eval 1 1 1 60 1.0 GPU-hours the default 2026" in rows[5]
+    assert rows[4] == "train 1 4 4 60 4.0 GPU-hours the default"
+    assert rows[5] == "eval 1 1 1 60 1.0 GPU-hours the default"
     dry = dtt("submit", "pipeline", *keys, "launch.time=null", "--dry-run", **slurm).stdout
     assert dry.count("the partition's  unknown") == 5
-    Path(slurm["CALLS"]).unlink()
     keys = (*keys, "launch.steps.eval.time=90")
     dtt("submit", "pipeline", *keys, "-y", **slurm)
     assert dependencies(slurm) == ["afterok:1", "afterok:2", "afterok:2,after:3", "afterok:3"]

@@ -358,11 +358,11 @@ def test_a_profile_overrides_the_config_key_by_key(
     arguments = ("-c", "run.yaml", *tiny(), "--cluster", "mine.yaml", "--print-script")
     script = dtt("submit", "train", *arguments, **slurm).stdout
     assert "#SBATCH --partition=slow\n#SBATCH --account=me\n#SBATCH --qos=low\n" in script
-    assert "export A=1\n    export B=2\n    echo mine || return\n    return 0" in script
+    assert "export A=1\n    export B=2\n    eval 'echo mine' || return\n    return 0" in script
     arguments = (*arguments, "launch.partition=mid", "launch.setup=[echo typed]")
     script = dtt("submit", "train", *arguments, **slurm).stdout
     assert "#SBATCH --partition=mid\n" in script
-    assert "export B=2\n    echo typed || return\n    return 0" in script
+    assert "export B=2\n    eval 'echo typed' || return\n    return 0" in script
     dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
     arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
     assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout

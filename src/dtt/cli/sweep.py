@@ -29,7 +29,7 @@ Local = Annotated[
 def sweep_submit(
     file: Annotated[
         Path,
-        argument("FILE", "A .yaml, .json or .py file, or name of a shipped sweep (quickstart-lr)."),
+        argument("FILE", "A .yaml or .json file, or name of a shipped sweep (quickstart-lr)."),
     ],
     local: Local = None,
     cluster: Cluster = None,

@@ -22,7 +22,7 @@ from dtt.config.run import RunConfig
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import EVAL, LinkedStep
 from dtt.jobs.listing import columns
-from dtt.jobs.slurm import squeue, submissions
+from dtt.jobs.slurm import squeue
 from dtt.jobs.slurm.job_script import Script
 from dtt.launch import checks, pipeline, submit
 from dtt.launch.pipeline import PipelineRun
@@ -61,7 +61,7 @@ def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) ->
     known = [one.job.submission_record() for one in waiting]
     checks.raise_all(list(problems(folder, waiting, dry_run=dry_run)))
     out = sys.stderr if as_json else sys.stdout
-    print("\n".join(plan(folder, links, dry_run=dry_run)), file=out, flush=True)
+    print("\n".join(plan(folder, links)), file=out, flush=True)
     submitted: list[str] = []
     if not dry_run and (options.yes or submit.confirmed("submit?")):
         submitted = _submit(folder, links, known, ids)
@@ -194,13 +194,9 @@ def problems(folder: Path, waiting: Sequence[Submission], *, dry_run: bool) -> I
             yield from checks.caught(status.check_idle)
 
 
-def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]:
-    """Yield a line for each step with its resources, limit and largest cost.
-
-    For a dry run, also when it could start alone.
-    """
-    header = ["step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition"]
-    rows = [header + ["earliest start alone"] * dry_run]
+def plan(folder: Path, links: Sequence[Link]) -> Iterator[str]:
+    """Yield a line for each step with its resources, limit and largest cost."""
+    rows = [["step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition"]]
     trained: list[str] = []
     for title, submission in links:
         if submission is None:
@@ -210,17 +206,12 @@ def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]
         limit = "the partition's" if launch.time is None else str(launch.time)
         cost = "unknown" if launch.time_limit is None else _cost(script, launch.time_limit)
         each = launch.processes if script.kind == "train" else script.tasks_per_node
-        cells = [title, str(script.nodes), str(each), str(launch.gpus), limit, cost]
-        cells.append(launch.partition or "the default")
-        if dry_run:
-            cells.append(submissions.earliest_start(script))
-        rows.append(cells)
+        where = launch.partition or "the default"
+        rows.append([title, str(script.nodes), str(each), str(launch.gpus), limit, cost, where])
         trained += [f"train      {line}" for line in amounts(submission)]
     beside = ", eval runs beside train" if EVAL in dict(links) else ""
     yield f"chain      {folder}: each step waits for the success of the one before{beside}"
     yield from columns(rows)
-    if dry_run:
-        yield "alone      Slurm was asked for each step as if it waited for no other"
     yield from trained
 
 

@@ -22,11 +22,6 @@ PLAIN_PATH = r"[A-Za-z0-9_./+=@,][A-Za-z0-9_./+=@,-]*"
 DEFAULT_LEAD = 120
 LONGEST_LEAD = 65_535  # seconds; the maximum of `sbatch --signal`
 
-# Keywords of bash that open or close a construct at the start of a line.
-RESERVED = frozenset(
-    "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
-)
-
 Kind = Literal["train", "tokenize", "other"]
 
 
@@ -159,17 +154,6 @@ def _quoted(value: object) -> str:
     return shlex.quote(str(value))
 
 
-def shell_line(line: str) -> str:
-    """Return a user's set-up line, isolated so that it cannot change the script's syntax.
-
-    Lines with an unmatched quote, `fi` or `}` would. Simple lines are returned as they are; all
-    others are quoted and passed to `eval`.
-    """
-    words = line.split()
-    simple = re.fullmatch(r"[A-Za-z0-9_./+=:@, -]+", line) and words
-    return line.strip() if simple and words[0] not in RESERVED else f"eval {shlex.quote(line)}"
-
-
 def _directives(script: Script) -> Iterator[str]:
     """Yield the options of sbatch; unset ones use the cluster's defaults."""
     launch, array = script.launch, script.array
@@ -224,7 +208,9 @@ def _set_up(script: Script) -> tuple[list[str], list[str]]:
     launch = script.launch
     modules = [f"module load {' '.join(launch.modules)} || return"] if launch.modules else []
     exports = [f"export {name}={_quoted(text)}" for name, text in launch.environment.items()]
-    own = [*exports, *(f"{shell_line(line)} || return" for line in launch.setup), "return 0"]
+    # Quoted for `eval`, as an unmatched quote, `fi` or `}` would change the syntax of the script.
+    lines = [f"eval {_quoted(line)} || return" for line in launch.setup]
+    own = [*exports, *lines, "return 0"]
     if isinstance(launch.container, NoContainer):
         return ["_dtt_set_up"], [*modules, *own]
     # Modules change the libraries of the host, and srun reads some of the variables.

@@ -190,24 +190,6 @@ def sbatch(script: Path, *options: str) -> str:
     )
 
 
-def earliest_start(script: Script) -> str:
-    """Return when Slurm could start a job, or why it would refuse it; `unknown` without an answer.
-
-    Nothing is written or submitted.
-    """
-    argv = ["sbatch", "--test-only"]
-    try:
-        done = subprocess.run(
-            argv, input=job_script.render(script), env=_outside(), capture_output=True, text=True,
-            timeout=squeue.TIMEOUT, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    said = (done.stderr.strip().splitlines() or ["unknown"])[-1]
-    found = re.search(r"to start at (\S+)", said)
-    return found[1] if found else said
-
-
 def _outside() -> dict[str, str]:
     """Return the environment without the variables of an allocation in which dtt itself runs.
 
