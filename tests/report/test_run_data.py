@@ -108,14 +108,13 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     with (job / "metrics.jsonl").open("a") as file:
         for record in (
             {"kind": "data", "step": 400, "epochs": {"novels": float("nan"), "code": 1.0}},
-            {"kind": "gap", "step": 400, "steps": [3, [float("nan")], [1, 2]]},
             {"kind": "guard", "step": 400, "why": 3, "action": "skip", "bad_step": 1},
             {"kind": "task", "step": 400, "task": "x", "acc": float("inf")},
         ):
             file.write(json.dumps(record) + "\n")
     run = read(job)
     assert [source["name"] for source in run["mixture"]] == ["code"]  # type: ignore[attr-defined]
-    assert run["guard"] == {"total": 0, "items": [], "lost": [[1, 2]]}
+    assert run["guard"] == {"total": 0, "items": []}
     assert "x" not in {curve["task"] for curve in run["tasks"]}  # type: ignore[attr-defined]
 
 

@@ -103,7 +103,7 @@ def rounded(values: Floats) -> list[float]:
 
 CURVES = ("train", "eval", "perf")
 """Kinds of records whose numbers become curves."""
-LISTED = ("task", "sample", "guard", "save", "data", "gap")
+LISTED = ("task", "sample", "guard", "save", "data")
 """Kinds of records that a report lists; there are few of them."""
 NOT_CURVES = {"step", "time", "tokens", "steps", "slowest_rank"}
 NESTED = ("losses", "expert_violation", "expert_entropy", "expert_idle")

@@ -225,15 +225,13 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def _guard(history: MetricsHistory) -> dict[str, Any]:
-    """Return the skipped steps, and ranges of steps whose records were lost."""
+    """Return the skipped steps."""
     skipped = [r for r in history.listed["guard"] if fits(r, GUARD)]
     items = [
         {"step": r["step"], "bad_step": r["bad_step"], "why": r["why"], "action": r["action"]}
         for r in skipped[-MAX_LISTED:]
     ]
-    gaps = [pair for r in history.listed["gap"] if fits(r, {"steps": list}) for pair in r["steps"]]
-    lost = [pair for pair in gaps if isinstance(pair, list) and list(map(type, pair)) == [int, int]]
-    return {"total": len(skipped), "items": items, "lost": lost[-MAX_LISTED:]}
+    return {"total": len(skipped), "items": items}
 
 
 def _checkpoints(job: JobDir, history: MetricsHistory) -> dict[str, Any]:

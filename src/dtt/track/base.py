@@ -45,7 +45,6 @@ because these steps run again. Only `start`, `perf`, `save` and `time` differ be
                               replicas; share of the passes for which a rank does not, in the mean
     save    when the checkpoint of `step` is verified: blocked_seconds (training was blocked),
             write_seconds, verify_seconds, bytes
-    gap     once, when a job resumes whose metrics lack steps: steps (first and last of each range)
     own/NAME  the numbers of an action of the user's own (`dtt.config.action`)
 """
 

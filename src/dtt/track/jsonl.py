@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 
 from dtt.base.files import named, write_atomically
 from dtt.base.log import log
-from dtt.base.reading import Kind, fits, is_kind, read_records, retrying
+from dtt.base.reading import Kind, fits, read_records, retrying
 from dtt.track.base import Record
 
 NEEDED: dict[str, dict[str, Kind]] = {
@@ -26,8 +26,6 @@ NEEDED: dict[str, dict[str, Kind]] = {
     "perf": {"tokens_per_second": float},
 }
 """Fields that the records of a summary need, by kind, with their types."""
-GAP = "gap"
-"""Kind of the record that lists the steps whose records were lost."""
 
 
 class JsonlTracker:
@@ -52,11 +50,9 @@ class JsonlTracker:
                 repeated = record["step"] == resume_step and record["kind"] in again
                 if record["step"] <= resume_step and not repeated:
                     kept.append(record)
-            if gaps := _gaps(kept, resume_step):
-                ranges = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
-                more = ", …" if len(gaps) > 3 else ""
-                log.warning("%s lacks the records of steps %s%s: they are lost", path, ranges, more)
-                kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # warn only once
+            known = {record["step"] for record in kept if record["kind"] == "train"}
+            if lost := resume_step - len(known):
+                log.warning("%s lacks the records of %d steps: they are lost", path, lost)
         write_atomically(self._path, "".join(_line(record) for record in kept))
         self._file = retrying(lambda: self._path.open("ab", buffering=0))
 
@@ -117,24 +113,6 @@ def read(path: Path, kind: str | None = None, *, timed: bool = False) -> Iterato
             if not timed:
                 record.pop("time", None)
             yield record
-
-
-def _gaps(records: Sequence[Record], step: int) -> list[list[int]]:
-    """Return (first, last) of each range of steps up to `step` without a `train` record.
-
-    Ranges that an earlier `gap` record lists are left out.
-    """
-    known = [[r["step"], r["step"]] for r in records if r["kind"] == "train"]
-    for record in records:
-        if record["kind"] == GAP and fits(record, {"steps": list}):
-            pairs = (p for p in record["steps"] if isinstance(p, list) and len(p) == 2)
-            known += [pair for pair in pairs if all(is_kind(n, int) for n in pair)]
-    gaps, following = [], 1
-    for first, last in sorted(known):
-        if first > following:
-            gaps.append([following, first - 1])
-        following = max(following, last + 1)
-    return [*gaps, [following, step]] if following <= step else gaps
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,9 @@ function configurationSection(data, runs) {
 }
 
 function guardSection(runs) {
-  const some = runs.filter((run) => run.guard.total || run.guard.lost.length);
+  const some = runs.filter((run) => run.guard.total);
   return runSection("anomalies", "Skipped steps and anomalies", some, (run) => {
-    const { items, total, lost } = run.guard;
+    const { items, total } = run.guard;
     return [
       el(
         "p",
@@ -180,9 +180,6 @@ function guardSection(runs) {
             count(item.bad_step),
           ]),
         ),
-      lost.map(([from, to]) =>
-        el("p", null, `The records of steps ${count(from)} to ${count(to)} are lost.`),
-      ),
     ];
   });
 }
