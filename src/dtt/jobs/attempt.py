@@ -125,15 +125,13 @@ def recorded_attempt(
     ranks: Ranks,
     requests: Requests,
     *,
-    timed: bool = False,
     startup: PhaseTimer | None = None,
     announced: bool = False,
 ) -> Iterator[Attempt]:
     """Start an attempt, and record in `attempt.json` how it ended.
 
-    With `timed`, a time limit ends the run, and the clock is written more often. `startup` is the
-    phase timer of this process, if one was running already. If `announced`, ranks that fail before
-    rank 0 has sent them the number find the attempt by the name of the launch.
+    `startup` is the phase timer of this process, if one was running already. If `announced`, ranks
+    that fail before rank 0 has sent them the number find the attempt by the name of the launch.
     """
     attempt = Attempt(job, requests, 0, startup=startup or PhaseTimer())
 
@@ -151,7 +149,7 @@ def recorded_attempt(
             # end an attempt that nobody has recorded the end of.
             attempt.number = job.next_attempt()
             job.begin_attempt(_launch() if announced else "", ranks.size)
-            attempt.clock = Clock(job, attempt.number, timed=timed)
+            attempt.clock = Clock(job, attempt.number)
         with _ending_recorded(attempt, ranks):
             yield attempt
 

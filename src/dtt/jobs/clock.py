@@ -1,6 +1,6 @@
 """Clock of a job: the time used by all its attempts, and the time left until its limit.
 
-clock.json of an attempt is rewritten every 5 seconds, or twice a second with a time budget:
+clock.json of an attempt is rewritten every 5 seconds:
     began               start time of the process of rank 0, in seconds since 1970
     seconds             duration of the attempt so far
     first               the step after which the attempt started
@@ -30,8 +30,6 @@ from dtt.config.value_types import seconds
 
 INTERVAL = 5.0
 """Seconds between writes of `clock.json`: the time lost from the count if an attempt is killed."""
-TIMED_INTERVAL = 0.5
-"""Seconds between writes where a time limit ends the run."""
 KEPT: dict[str, Kind] = {"began": float, "seconds": float}
 """Fields that every clock.json has, and their types."""
 LOGGED: dict[str, Kind] = {"steps": int, "step": int, "first": int, "parts": dict}
@@ -78,13 +76,9 @@ class Clock:
     was doing.
     """
 
-    def __init__(self, job: JobDir, attempt: int, *, timed: bool = False) -> None:
-        """Start the clock of an attempt, which counts from the start of this process.
-
-        With `timed`, a time limit ends the run, and the clock is written more often.
-        """
+    def __init__(self, job: JobDir, attempt: int) -> None:
+        """Start the clock of an attempt, which counts from the start of this process."""
         self._path = job.clock(attempt)
-        self._interval = TIMED_INTERVAL if timed else INTERVAL
         self.fields: dict[str, Any] = {}
         """The fields written along with the time: the breakdown that `goodput` reads."""
         self._began = psutil.Process().create_time()
@@ -119,7 +113,7 @@ class Clock:
                 aside.replace(self._path)
             if over:
                 return
-            over = self._over.wait(self._interval)
+            over = self._over.wait(INTERVAL)
 
 
 def in_words(duration: float) -> str:

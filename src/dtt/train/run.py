@@ -275,9 +275,7 @@ def run_attempt(
         with (
             outages_limited(),
             holding(job, ranks),
-            recorded_attempt(
-                job, ranks, requests, timed=cfg.train.timed, startup=startup, announced=True
-            ) as attempt,
+            recorded_attempt(job, ranks, requests, startup=startup, announced=True) as attempt,
             lost_rank_named(attempt),
         ):
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
