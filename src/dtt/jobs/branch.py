@@ -18,7 +18,7 @@ import os
 import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
     The name and the number of steps are derived from these unless they are given.
     """
     # The warm-up as it was done. A fraction of the run would give another one for another length.
-    arguments = [f"schedule.warmup={_recorded_schedule(branch, parent).warmup}", *arguments]
+    arguments = [f"schedule.warmup={_recorded_schedule(branch, parent)[0]}", *arguments]
     configured = resolve(None, arguments, job_config=branch.parent.config)
     # Resolved twice: the defaults of the name and the length depend on the arguments.
     cfg, lengths = configured.config, {"train.steps", "train.epochs"}
@@ -245,75 +245,67 @@ def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     return bisect_left(range(most), step, lo=step + 1, key=decay_start)
 
 
-def _schedule(cfg: RunConfig, steps: int | None = None) -> ResolvedSchedule:
+def _schedule(cfg: RunConfig) -> ResolvedSchedule:
     """Return the learning-rate schedule that the configuration alone determines.
 
-    `steps` replaces `train.steps`, for a run that its data ended early. The schedule has no decay
-    if the run has a time limit: then the decay depends on the measured speed.
+    It has no decay if the run has a time limit: then the decay depends on the measured speed.
     """
-    steps = steps or cfg.train.steps
     tokens_before = step_sizes_of(cfg.train).tokens_before
-    resolved = resolve_schedule(cfg.schedule, steps, tokens_before)
+    resolved = resolve_schedule(cfg.schedule, cfg.train.steps, tokens_before)
     return resolved.with_decay(None) if cfg.train.timed else resolved
 
 
-def _recorded_schedule(branch: Branch, parent: RunConfig) -> ResolvedSchedule:
-    """Return the parent's schedule as recorded in the checkpoint at the branch point.
+def _recorded_schedule(branch: Branch, parent: RunConfig) -> tuple[int, Decay | None]:
+    """Return the parent's warm-up and decay as recorded in the checkpoint at the branch point.
 
-    It may differ from the configured one, because it also depends on the size of the data and on
-    the time limit. Returns the configured one if the checkpoint records none.
+    They may differ from the configured ones, because they also depend on the size of the data and
+    on the time limit. Returns the configured ones if the checkpoint records none.
     """
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
     position = tolerant(path, read_json) or {}  # empty if the checkpoint is damaged or was pruned
     planned = _schedule(parent)
-    decay = (
-        Decay.from_json(position["decay"]) if fits(position.get("decay"), DECAY) else planned.decay
-    )
-    warmup = position["warmup"] if fits(position, {"warmup": int}) else planned.warmup
-    if decay is not None and not parent.train.timed:
-        planned = _schedule(parent, decay.end)
-    facts = replace(planned.facts, warmup=warmup, decay=decay)
-    return replace(planned, facts=facts)
+    recorded = fits(position.get("decay"), DECAY)
+    decay = Decay.from_json(position["decay"]) if recorded else planned.decay
+    return position["warmup"] if fits(position, {"warmup": int}) else planned.warmup, decay
 
 
 def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:
     """Raise ConfigError unless parent and branch train identically up to the branch point."""
-    step = branch.step
-    recorded = _recorded_schedule(branch, parent)
-    if (decay := recorded.decay) is not None and decay.begin < step:
+    step, cfg = branch.step, resolved.config
+    warmup, decay = _recorded_schedule(branch, parent)
+    if decay is not None and decay.begin < step:
         raise ConfigError(
             f"the learning rate of {branch.parent.root} decays after step {decay.begin}, "
             f"before the branch point {step}",
             next=f"choose an earlier checkpoint: dtt ckpt ls {branch.parent.root}",
         )
-    branch.check(_schedule(resolved.config).decay, resolved.config.train.steps)
-    # A horizon divides by the number of steps, so another length is another weight decay from the
-    # first step on.
-    by_horizon = next(horizon_keys(resolved.config.optim), None)
-    if by_horizon is not None and resolved.config.train.steps != parent.train.steps:
-        raise ConfigError(
-            f"train.steps={resolved.config.train.steps} changes the weight decay before the branch "
-            "point",
-            where=resolved.origin("train.steps"),
-            why=f"{by_horizon} gives it by horizon, and {branch.parent.root} has "
-            f"{parent.train.steps} steps",
-            next=f"set train.steps={parent.train.steps}, or train a parent run whose weight decay "
-            "is a number",
-        )
-    if _schedule(resolved.config).warmup != recorded.warmup:
+    branch.check(_schedule(cfg).decay, cfg.train.steps)
+    if _schedule(cfg).warmup != warmup:
         raise ConfigError(
             "schedule.warmup cannot change: the warm-up ends before the branch point",
             where=resolved.origin("schedule.warmup"),
             next="omit schedule.warmup",
         )
-    parent_phases, branch_phases = (
-        [stage for stage in step_sizes_of(cfg.train).ranges if stage.step < step]
-        for cfg in (parent, resolved.config)
+    changes: list[tuple[str, str]] = []
+    # A horizon divides by the number of steps, so another length is another weight decay from the
+    # first step on.
+    by_horizon = next(horizon_keys(cfg.optim), None)
+    if by_horizon is not None and cfg.train.steps != parent.train.steps:
+        why = f"{by_horizon} gives it by horizon, and the parent has {parent.train.steps} steps"
+        changes.append(("the weight decay", why))
+    before = [
+        [stage for stage in step_sizes_of(one.train).ranges if stage.step < step]
+        for one in (parent, cfg)
         # Only ranges before the branch point: later ones are in the branch's own hands.
-    )
-    if parent_phases != branch_phases:
+    ]
+    if before[0] != before[1]:
+        why = "train.batch_schedule or train.context_schedule is a fraction of the run"
+        changes.append(("batches", why))
+    for what, why in changes:
         raise ConfigError(
-            f"train.steps={resolved.config.train.steps} changes batches before the branch point",
-            why="train.batch_schedule or train.context_schedule is a fraction of the run",
-            next="train a parent run whose schedules are in steps or tokens",
+            f"train.steps={cfg.train.steps} changes {what} before the branch point",
+            where=resolved.origin("train.steps"),
+            why=why,
+            next=f"set train.steps={parent.train.steps}, or train a parent run whose settings do "
+            "not depend on the length",
         )
