@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError, EnvironmentUnfit
-from dtt.base.files import remove, sha256_file, write_atomically
+from dtt.base.files import remove, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import Kind, fits, read_small, tolerant
 from dtt.base.secrets import redacted
@@ -104,7 +104,6 @@ def _record(
         "directory": str(directory),
         # `find_unanswered` finds a job without an id by its script.
         "script": str(script.absolute()),
-        "script_sha256": sha256_file(script),
         "task": task,
     }
 
