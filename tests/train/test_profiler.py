@@ -1,13 +1,11 @@
-"""The share of exposed communication in a GPU's trace."""
+"""Writing a profile is time of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
@@ -15,30 +13,9 @@ from dtt.config.model import ModelConfig
 from dtt.config.train import ProfileConfig
 from dtt.mesh.dist import start
 from dtt.model import families
-from dtt.train.profiler import Profiler, exposed_share
+from dtt.train.profiler import Profiler
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.throughput import ThroughputMeter
-
-
-def kernel(name: str, start: float, end: float, **other: object) -> SimpleNamespace:
-    span = SimpleNamespace(start=start, end=end)
-    reported = {"device_type": DeviceType.CUDA, "is_user_annotation": False} | other
-    return SimpleNamespace(name=name, time_range=span, **reported)
-
-
-def test_communication_that_overlaps_with_other_kernels_is_not_exposed() -> None:
-    events = [
-        kernel("gemm", 0, 4),
-        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 6),
-        kernel("step 5", 0, 100, is_user_annotation=True),
-        kernel("aten::mm", 0, 100, device_type=DeviceType.CPU),
-        kernel("adamw", 8, 10),
-    ]
-    assert exposed_share(events) == pytest.approx(2 / 10)
-
-
-def test_without_a_gpu_exposed_communication_is_unknown() -> None:
-    assert exposed_share([kernel("aten::mm", 0, 1, device_type=DeviceType.CPU)]) is None
 
 
 def test_writing_a_profile_is_not_reported_as_a_slow_or_hanging_step(

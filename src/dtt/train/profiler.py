@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
@@ -23,7 +21,6 @@ ROWS = 25
 """Number of rows of the table of the longest operations."""
 ALLOCATIONS = 1_000_000
 """Maximum number of allocations that a memory profile records."""
-Interval = tuple[float, float]
 
 
 class Profiler:
@@ -129,39 +126,10 @@ class Profiler:
         trace.export_chrome_trace(f"{stem}.json.gz")
         by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = trace.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
-        share = exposed_share(trace.events() or ())  # type: ignore[no-untyped-call]
-        exposed = "n/a" if share is None else f"{share:.1%} of the time of the device"
-        stem.with_suffix(".txt").write_text(f"communication exposed: {exposed}\n{table}\n")
-        log.warning("profile: %s.json.gz and .txt, communication exposed: %s", stem, exposed)
+        stem.with_suffix(".txt").write_text(f"{table}\n")
+        log.warning("profile: %s.json.gz and .txt", stem)
 
 
 def available(device: torch.device) -> tuple[ProfileKind, ...]:
     """Return the kinds of profiles that a device supports."""
     return ("torch", "memory", "nsys") if device.type == "cuda" else ("torch",)
-
-
-def exposed_share(events: Iterable[Any]) -> float | None:
-    """Return the fraction of a trace in which a GPU ran NCCL kernels only (exposed communication).
-
-    None if the trace has no GPU kernels.
-    """
-    communication: list[Interval] = []
-    compute: list[Interval] = []
-    for event in events:
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            span = (event.time_range.start, event.time_range.end)
-            (communication if "nccl" in event.name.lower() else compute).append(span)
-    if not compute:
-        return None
-    everything = communication + compute
-    total = max(end for _, end in everything) - min(start for start, _ in everything)
-    return (covered(everything) - covered(compute)) / total
-
-
-def covered(intervals: Sequence[Interval]) -> float:
-    """Return the length of the union of intervals, which may overlap."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
