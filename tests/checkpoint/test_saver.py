@@ -175,19 +175,6 @@ def test_insufficient_disk_space_is_detected_before_anything_is_written(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_file_that_vanishes_is_a_storage_error(
-    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def vanish(path: Path, pieces: object) -> None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-    monkeypatch.setattr(tensors, "write", vanish)
-    saver = make(tmp_path, alone)
-    saver.begin(1, weights(1.0), state(1.0), {})
-    with pytest.raises(StorageError, match="model-00000"):
-        saver.wait()
-
-
 def test_a_transient_error_restarts_the_write_of_the_file(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

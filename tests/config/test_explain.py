@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
 from support.running import ROOT, Dtt
 
 from dtt.config import explain
-from dtt.config.base import Section, field_docs
+from dtt.config.base import field_docs
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 
@@ -18,30 +17,6 @@ def test_every_key_is_documented() -> None:
         if name != "type" and not field_docs(cls).get(name)
     ]
     assert bare == []
-
-
-class Base(Section):
-    """Not from the configuration itself."""
-
-    kept: int = 1
-    """Of the
-    base."""
-    other: int = 2
-    """Another."""
-    bare: int = 3
-
-
-class Derived(Base):
-    """Takes one field anew."""
-
-    other: int = 5
-    """Its own."""
-    told: int = Field(default=4, description="As an argument.")
-
-
-def test_a_field_is_documented_by_the_string_below_it() -> None:
-    docs = {"kept": "Of the\nbase.", "other": "Its own.", "told": "As an argument."}
-    assert field_docs(Derived) == docs
 
 
 def test_show_is_a_config_that_resolves_to_itself(dtt: Dtt) -> None:

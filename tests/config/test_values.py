@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtt.base.errors import ConfigError
-from dtt.config import explain, sweep
+from dtt.config import explain
 from dtt.config.load import changes_on_resume, resolve
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import ParallelConfig, Sizes, mesh_sizes
@@ -92,21 +92,6 @@ def test_a_step_and_the_whole_run_are_a_change_on_resume(tmp_path: Path, key: st
         assert json.dumps(again.model_dump(mode="json")) == json.dumps(
             resolved.config.model_dump(mode="json")
         )
-
-
-def test_a_start_of_the_batch_is_a_step_or_the_whole_run() -> None:
-    for text, unit in (("1", "steps"), ("1.0", "share")):
-        stages = f"train.batch_schedule={{type: list, stages: [[0, 4096], [{text}, 524288]]}}"
-        (_, _), (start, _) = resolve(
-            None, [stages, "train.global_batch_tokens=524288"], env={}
-        ).config.train.batch_schedule.stages  # type: ignore[union-attr]
-        assert start.unit == unit
-
-
-def test_a_sweep_tells_a_step_from_the_whole_run(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("parameters: {schedule.warmup: [1, 1.0]}\n")
-    found = sweep.combinations(sweep.read(tmp_path / "a.yaml").sweep)
-    assert [str(values["schedule.warmup"]) for values in found] == ["1", "1.0"]
 
 
 # ---- durations, weight decay -----------------------------------------------------------
