@@ -40,6 +40,7 @@ from dtt.mesh.sharding import LaidOut
 T = TypeVar("T")
 
 SECONDS_TO_SETTLE = 120.0
+DOING = "saved a checkpoint"
 NICENESS = 10
 """Nice value of the writing thread, so that training has priority when cores are scarce."""
 
@@ -260,18 +261,20 @@ class Saver:
     def _write(self, save: Save) -> None:
         """Write, commit, verify and prune."""
         folder, staging = self._job.checkpoints, self._staging(save)
-        # Each `_together` is a collective of the background group. All ranks pass them in the same
+        # Each `on_all` is a collective of the background group. All ranks pass them in the same
         # order, whatever fails.
-        first, started = self._world.first, time.perf_counter()
+        world, started = self._world, time.perf_counter()
+        first = world.first
         try:
             # Rank 0 creates the folder and checks the space before any rank writes.
-            self._together(lambda: retrying(partial(self._prepare, save)) if first else None)
-            written = self._together(lambda: self._write_files(save))
+            prepare = partial(self._prepare, save)
+            on_all(world, lambda: retrying(prepare) if first else None, DOING)
+            written = on_all(world, lambda: self._write_files(save), DOING)
             files = [file for some in written for file in some]
             facts = {"step": save.step, "base": save.base, **self._facts}
             # After all ranks have flushed their files: the manifest is what makes the folder a
             # checkpoint.
-            self._together(lambda: store.commit(staging, files, **facts) if first else None)
+            on_all(world, lambda: store.commit(staging, files, **facts) if first else None, DOING)
         except DiskFull:
             if first:  # the files of all ranks, which would keep the disk full
                 shutil.rmtree(staging, ignore_errors=True)
@@ -280,8 +283,8 @@ class Saver:
         path = store.folder_of(folder, save.step)
         # Each rank reads back what it wrote: the work is divided, and a node's broken disk is found
         # on that node.
-        files = written[self._world.rank]
-        self._together(lambda: _verify_files(path, files))
+        files = written[world.rank]
+        on_all(world, lambda: _verify_files(path, files), DOING)
         save.verify_seconds = time.perf_counter() - started - save.write_seconds
         # Only after verification: until then the older checkpoint is the one to resume from.
         if first:
@@ -316,39 +319,6 @@ class Saver:
             files.append(retrying(partial(tensors.write_bytes, staging / store.POSITION, [text])))
         return files
 
-    def _together(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank, and return the results of all ranks.
-
-        If it fails on any rank, every rank raises an error. OSErrors become StorageErrors. A rank
-        whose action fails with a bug raises that; the others raise PeerLost.
-        """
-        result: T | None = None
-        failure: DttError | None = None
-        bug: Exception | None = None
-        try:
-            result = action()
-        except OSError as error:
-            words = in_words(error)  # every OSError here is a storage failure
-            failure = words if isinstance(words, StorageError) else StorageError(str(words))
-        except DttError as error:
-            failure = error
-        # A bug must reach the exchange below as well: the other ranks wait there, and would hang
-        # until its timeout, which is hours. It is sent as text, because not every exception can be
-        # pickled.
-        except Exception as error:  # noqa: BLE001  raised again after the exchange
-            failure = PeerLost(
-                f"rank {self._world.rank} failed while it saved a checkpoint",
-                why=f"{type(error).__name__}: {error}",
-            )
-            bug = error
-        outcomes = self._world.exchange((result, failure))
-        if bug is not None:
-            raise bug
-        for _, failed in outcomes:
-            if failed is not None:
-                raise failed
-        return [done for done, _ in outcomes]  # type: ignore[misc]  # no rank failed
-
     def _prune(self) -> None:
         try:
             also = set() if self.mirror is None else self.mirror.needed
@@ -359,6 +329,41 @@ class Saver:
                 remove(path)
         except OSError as error:  # a failure to delete an old checkpoint should not stop training
             log.warning("an old checkpoint could not be deleted: %s", error)
+
+
+def on_all(world: World, action: Callable[[], T], doing: str) -> list[T]:
+    """Run `action` on every rank, and return the results of all ranks.
+
+    If it fails on any rank, every rank raises an error. OSErrors become StorageErrors. A rank
+    whose action fails with a bug raises that; the others raise PeerLost, which says what it was
+    `doing`. The exchange is in the group of checkpoints, which may wait for hours: a rank's disk
+    may be slow.
+    """
+    result: T | None = None
+    failure: DttError | None = None
+    bug: Exception | None = None
+    try:
+        result = action()
+    except OSError as error:
+        words = in_words(error)  # every OSError here is a storage failure
+        failure = words if isinstance(words, StorageError) else StorageError(str(words))
+    except DttError as error:
+        failure = error
+    # A bug must reach the exchange below as well: the other ranks wait there, and would hang
+    # until its timeout, which is hours. It is sent as text, because not every exception can be
+    # pickled.
+    except Exception as error:  # noqa: BLE001  raised again after the exchange
+        failure = PeerLost(
+            f"rank {world.rank} failed while it {doing}", why=f"{type(error).__name__}: {error}"
+        )
+        bug = error
+    outcomes = world.exchange((result, failure))
+    if bug is not None:
+        raise bug
+    for _, failed in outcomes:
+        if failed is not None:
+            raise failed
+    return [done for done, _ in outcomes]  # type: ignore[misc]  # no rank failed
 
 
 def _verify_files(path: Path, files: list[FileRecord]) -> None:

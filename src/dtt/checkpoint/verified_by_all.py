@@ -11,15 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import DamagedError
 from dtt.checkpoint import store
+from dtt.checkpoint.saver import on_all
 from dtt.checkpoint.store import Checkpoint, Headers, Verify
 from dtt.mesh.dist import World
 
-T = TypeVar("T")
+DOING = "verified a checkpoint"
 
 
 def find(world: World, choose: Callable[[Verify], Checkpoint | None]) -> Checkpoint | None:
@@ -70,23 +71,7 @@ def _verify(world: World, path: Path, manifest: CheckpointManifest) -> Headers:
     files = sorted(manifest.files, key=lambda file: (-file.bytes, file.path))
     own = files[world.rank :: world.size]
     headers: Headers = {}
-    for part in _on_all(world, lambda: store.verify_files(path, own)):
+    for part in on_all(world, lambda: store.verify_files(path, own), DOING):
         headers |= part
-    _on_all(world, lambda: store.check_headers(path, headers, world.rank, world.size))
+    on_all(world, lambda: store.check_headers(path, headers, world.rank, world.size), DOING)
     return headers
-
-
-def _on_all(world: World, action: Callable[[], T]) -> list[T]:
-    """Return what `action` returns on each rank; raise the DamagedError of any rank on all."""
-    found: list[T] = []
-    failure: DamagedError | None = None
-    try:
-        found.append(action())
-    except DamagedError as error:
-        failure = error
-    # In the group of checkpoints, which may wait for hours: a rank's disk may be slow.
-    of_ranks = world.exchange((found, failure))
-    for _, failed in of_ranks:
-        if failed is not None:
-            raise failed
-    return [one for some, _ in of_ranks for one in some]
