@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -133,20 +134,27 @@ def test_the_history_equals_the_records_also_after_more_uploads(
 
 
 @pytest.mark.slow
-def test_a_run_has_the_steps_that_a_resumed_job_repeats_twice(
+def test_a_history_that_a_resumed_job_dropped_gets_a_run_of_its_own(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
     upload(dtt, server.url, "jobs/one")
-    before = records(job)
     train(job, 10, 12)  # fewer records than before
-    assert "sent 3 of 36 records" in upload(dtt, server.url, "jobs/one").stderr
-    train(job, 12, 40)
     upload(dtt, server.url, "jobs/one")
-    repeated = [record for record in records(job) if record["time"] > before[-1]["time"]]
-    [run] = server.runs.values()
-    assert [row["_step"] for row in run.history] == list(range(len(before + repeated)))
-    for row, record in zip(run.history, before + repeated, strict=True):
-        assert history_row(record).items() <= row.items()
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2"]
+    assert_equal(server, "me/dtt/id-one-2", job)
+    train(job, 12, 30)
+    upload(dtt, server.url, "jobs/one")
+    assert_equal(server, "me/dtt/id-one-2", job)
+
+    time.sleep(wandb_upload.LIVE_SECONDS)  # steps 26 to 30 come later than those they replace
+    train(job, 25, 40)
+    server.refuses_after = 12
+    upload(dtt, server.url, "jobs/one")
+    assert len(server.runs["me/dtt/id-one-3"].history) == 12
+    server.refuses_after = None
+    upload(dtt, server.url, "jobs/one")
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2", "me/dtt/id-one-3"]
+    assert_equal(server, "me/dtt/id-one-3", job)
     assert "is up to date" in upload(dtt, server.url, "jobs/one").stderr
 
 
@@ -221,6 +229,11 @@ def test_the_run_of_the_tracker_is_continued(
     assert "sent 3 of 36 records" in upload(dtt, server.url, "jobs/one").stderr
     assert_equal(server, "me/dtt/id-one", job)
     assert list(server.runs) == ["me/dtt/id-one"]
+
+    train(job, 10, 12)
+    upload(dtt, server.url, "jobs/one")
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2"]
+    assert_equal(server, "me/dtt/id-one-2", job)
 
 
 SOURCE = """
@@ -310,13 +323,13 @@ def test_runs_of_the_server_are_copied_completely_and_not_twice(
 def test_a_run_that_cannot_be_copied_does_not_stop_the_others(
     dtt: Dtt, runs: LoopbackWandb
 ) -> None:
-    runs.runs["me/p/exp"] = replace(runs.runs["old/p/exp"], config={}, history=[])
+    runs.runs["me/p/exp"] = replace(runs.runs["old/p/exp"], history=[{"_step": 0, "x": 1}])
     done = upload(
         dtt, runs.url, "--from", "old/p/no", "old/p/exp", "old/p", "--from", "me/p/exp",
         "old/p/exp-2", "--json", expect=66,
     )  # fmt: skip
     assert "there is no run old/p/no" in done.stderr
-    assert "me/p/exp is another run: its configuration is not that of old/p/exp" in done.stderr
+    assert "the history of me/p/exp is not the beginning of that of old/p/exp" in done.stderr
     assert "old/p is not a W&B run" in done.stderr
     assert "me/p/exp is the run to copy" in done.stderr
     assert sum("error" in result for result in json.loads(done.stdout)) == 4

@@ -1,8 +1,8 @@
 """`dtt wandb`: send the history of jobs, or of runs, to Weights & Biases: every row, none twice.
 
 The server's last row shows which rows it lacks, so an upload that was cut off is completed by the
-next one. A row that W&B has cannot be replaced: steps that a resumed job repeats are in its run
-twice, as if its tracker had sent them.
+next one. A row that W&B has cannot be replaced: a client that restarts an existing run appends to
+its history. So a history of a job that no longer fits becomes a new run, `ID-2`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -34,7 +34,13 @@ from dtt.track.wandb import (
 )
 
 Row = dict[str, Any]
+RowsFrom = Callable[[int], Iterator[Row]]
+"""Function that returns the rows of a history whose `_step` is at least the given one."""
 
+LIVE_SECONDS = 1.0
+"""Maximum difference in seconds between the time of a record in metrics.jsonl and that of its row
+in a run that `WandbTracker` wrote while the job ran. A step that a resumed job repeats comes later
+than this: the attempt first imports torch."""
 BOUNDS = {
     "x_file_stream_retry_max": 5,
     "x_file_stream_retry_wait_min_seconds": 1,
@@ -160,6 +166,7 @@ class _Server:
     def upload(self, job: JobDir, project: str | None, entity: str | None) -> dict[str, Any]:
         """Send the records of a job that its run lacks.
 
+        If its history is not the beginning of the records, they go to a run of their own, `ID-2`.
         Raises DttError if the job has no metrics, or is running and sends them itself.
         """
         cfg = load_job(job.root)
@@ -184,17 +191,25 @@ class _Server:
                 why="two writers would mix up the history of its run",
                 next="wait until it has ended, or upload to another project with --project",
             )
+
+        def rows(first: int) -> Iterator[Row]:
+            records = islice(enumerate(jsonl.read(job.metrics, timed=True)), first, None)
+            return ({**history_row(record), "_step": step} for step, record in records)
+
         facts = {"name": cfg.name, "group": cfg.name, "config": cfg.model_dump(mode="json")}
         with self._reported(path):
-            run = self._run(path)
-            return self._send(path, run, _missing(run, job), facts, define_metrics)
+            target, number = path, 1
+            while (left := self._missing(run := self._run(target), rows)) is None:
+                number += 1
+                target = path._replace(id=f"{path.id}-{number}")
+            return self._send(target, run, left, facts, define_metrics)
 
     def copy(self, named: JobDir, project: str | None, entity: str | None) -> dict[str, Any]:
         """Copy the run `named` to another project; send only what the copy lacks.
 
         Copies the complete history, the config, the summary, the name, the group, the tags, the
-        notes and the axes of plots. Raises ConfigError if the target is another run, whose
-        configuration differs.
+        notes and the axes of plots. Raises ConfigError if the history of the target is not the
+        beginning of the run's: in its project, `ID-2` may be the copy of another run.
         """
         if named.exists:
             raise ConfigError(f"{named.root} is a job, and --from copies runs of the W&B server")
@@ -216,9 +231,9 @@ class _Server:
         # Servers return NaN and infinity as strings.
         numbers = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-        def rows(after: int) -> Iterator[Row]:
+        def rows(first: int) -> Iterator[Row]:
             # A scan reads every row, unlike `Run.history`, which samples.
-            for row in run.scan_history(min_step=after + 1):
+            for row in run.scan_history(min_step=first):
                 yield {k: numbers.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
 
         def define_axes(copied: Any) -> None:
@@ -235,18 +250,40 @@ class _Server:
         facts = {name: getattr(run, name) for name in ("name", "group", "config", "tags", "notes")}
         with self._reported(target):
             stored = self._run(target)
-            if stored is not None and stored.config != run.config:
+            left = self._missing(stored, rows)
+            if left is None:
                 raise ConfigError(
-                    f"{target} is another run: its configuration is not that of {source}",
+                    f"the history of {target} is not the beginning of that of {source}",
+                    why=f"it is another run with the same id, or {source} has changed",
                     next="copy to another project with --project, or delete that run",
                 )
-            left = rows(-1 if stored is None else stored.lastHistoryStep)
             result = self._send(target, stored, left, facts, define_axes)
             # A summary may have values that are not those of the last row.
             summary = {k: v for k, v in run.summary_metrics.items() if not k.startswith("_")}
             if summary and (copied := self._run(target)) is not None:
                 copied.summary.update(summary)
         return result
+
+    def _missing(self, run: Any | None, rows: RowsFrom) -> Iterator[Row] | None:
+        """Return the rows after the last one of `run`; None if that one is not among `rows`.
+
+        If it is, the rows before it are equal, too: metrics.jsonl changes only by new lines at its
+        end, and by the removal of the lines after a step when a job resumes. The lines that follow
+        such a removal have other times.
+        """
+        last = -1 if run is None else run.lastHistoryStep
+        if run is None or last < 0:
+            return rows(0)
+        left = rows(last)
+        row: Row = next(left, {})
+        stored: Row = next(iter(run.scan_history(min_step=last)), {})
+        if row.get("_step") != last or row.get("step") != stored.get("step"):
+            return None
+        # Without a time in metrics.jsonl, that on the server is the time of the upload.
+        time = row.get("_timestamp")
+        if time is not None and abs(time - stored.get("_timestamp", -math.inf)) > LIVE_SECONDS:
+            return None
+        return left
 
     def _send(
         self,
@@ -305,24 +342,6 @@ class _Server:
                 why=" ".join(str(error).split()),
                 next="check the API key (wandb login), the entity and the project",
             ) from error
-
-
-def _missing(run: Any | None, job: JobDir) -> Iterator[Row]:
-    """Yield the rows of the records of `job` that `run` lacks.
-
-    Those are the records after as many as it has rows. If the job resumed from an earlier step,
-    and metrics.jsonl lost some, they are those newer than its last row.
-    """
-    last, newest = -1, math.inf
-    if run is not None and run.lastHistoryStep >= 0:
-        last = run.lastHistoryStep
-        newest = next(iter(run.scan_history(min_step=last)), {}).get("_timestamp", math.inf)
-    step = last
-    for number, record in enumerate(jsonl.read(job.metrics, timed=True)):
-        row = history_row(record)
-        if number > last or row.get("_timestamp", -math.inf) > newest:
-            step += 1
-            yield row | {"_step": step}
 
 
 def _run_id(job: JobDir, name: str, first: dict[str, Any]) -> str:
