@@ -202,6 +202,8 @@ CHANGES: dict[str, tuple[dict[str, Any], type[DttError], str]] = {
     "rank as text": ({"r": "4"}, InputError, "r as"),
     "no expression": ({"rank_pattern": {"*q": 2}}, InputError, "rank_pattern"),
     "another rank": ({"r": 5}, DamagedError, "rank of"),
+    "fewer targets": ({"target_modules": ["q_proj"]}, DamagedError, "different layers"),
+    "layers": ({"layers_to_transform": [0]}, DamagedError, "different layers"),
 }
 
 
@@ -295,9 +297,10 @@ def test_a_pattern_without_end_is_refused_by_name(
     slow = "(([a-z._0-9]|[a-z._0-9])+)+[XY]"
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"rank_pattern": {slow: 2}}))
-    with pytest.raises(InputError, match=r"not matched in time(.|\n)*takes more than 0.01 s"):
-        ours.read_peft(folder, arch, LoraConfig())
+    for key, value in (("rank_pattern", {slow: 2}), ("target_modules", slow)):
+        path.write_text(json.dumps(config | {key: value}))
+        with pytest.raises(InputError, match=r"not matched in time(.|\n)*takes more than 0.01 s"):
+            ours.read_peft(folder, arch, LoraConfig())
     for cfg in (LoraConfig(targets=slow), LoraConfig(rank_pattern={slow: 2})):
         with pytest.raises(ConfigError, match="not matched in time"):
             adapted_layers(cfg, arch)

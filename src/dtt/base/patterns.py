@@ -66,13 +66,15 @@ def find(pattern: str, text: str, *, last: bool) -> str | None:
     return part
 
 
-def match_name(pattern: str, name: str) -> regex.Match[str] | None:
-    """Return the match of `pattern` with the complete name of a layer, or None.
+def match_name(pattern: str, name: str, *, whole: bool = True) -> regex.Match[str] | None:
+    """Return the match of `pattern` with the name of a layer, or None.
 
-    Raise SlowPattern after SECONDS_OF_NAME.
+    It is one with the `whole` name, or with its beginning. Raise SlowPattern after SECONDS_OF_NAME.
     """
     with _limited(pattern, name, SECONDS_OF_NAME):
-        return regex.fullmatch(pattern, name, timeout=SECONDS_OF_NAME)
+        match = regex.fullmatch if whole else regex.match
+        found: regex.Match[str] | None = match(pattern, name, timeout=SECONDS_OF_NAME)
+        return found
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.patterns import SlowPattern, match_name
-from dtt.config.adapter import LoraConfig
+from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
@@ -48,11 +48,10 @@ PREFIX = "base_model.model."
 """What PEFT puts before the name of a module of transformers."""
 DESCRIPTIONS = {
     "lora_dropout", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path",
-    "revision", "qalora_group_size", "megatron_core", "runtime_config", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern",
+    "revision", "qalora_group_size", "megatron_core", "runtime_config",
 }  # fmt: skip
 """Fields that say nothing about the weights: of training only, parameters of a method that another
-field turns on, and descriptions. The tensors tell which layers are adapted."""
+field turns on, and descriptions."""
 
 
 def _pattern(text: str) -> str:
@@ -65,6 +64,8 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_pattern)]
+Names = Pattern | list[str]
+"""Modules: a regular expression for complete names, or a list of ends of names."""
 
 
 class PeftConfig(BaseModel):
@@ -83,6 +84,10 @@ class PeftConfig(BaseModel):
     use_rslora: bool = False
     rank_pattern: dict[Pattern, PositiveInt] = Field(default_factory=dict)
     alpha_pattern: dict[Pattern, PositiveFloat] = Field(default_factory=dict)
+    target_modules: Names | None = None
+    exclude_modules: Names | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: Pattern | list[Pattern] | None = None
     fan_in_fan_out: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
     """Initial values that leave the frozen weights alone. Others, such as pissa, subtract the
@@ -110,6 +115,29 @@ class PeftConfig(BaseModel):
 
         rank = first(self.rank_pattern, self.r)
         return Adapted(rank, first(self.alpha_pattern, self.lora_alpha), self.use_rslora)
+
+    def targets(self, name: str) -> bool:
+        """Return True if PEFT adapts the layer `name`."""
+        if self.exclude_modules and _named(self.exclude_modules, name):
+            return False
+        if self.target_modules == ALL_LINEAR:
+            return True
+        if not self.target_modules or not _named(self.target_modules, name):
+            return False
+        if self.layers_to_transform is None:
+            return True
+        layers, given = self.layers_to_transform, self.layers_pattern or r"[^.]*"
+        numbers = [layers] if isinstance(layers, int) else layers
+        patterns = [given] if isinstance(given, str) else given
+        ends = (rf".*\.{pattern}\.(\d+)\." for pattern in patterns)
+        found = (match_name(end, name, whole=False) for end in ends)
+        return any(match is not None and int(match[1]) in numbers for match in found)
+
+
+def _named(wanted: str | Sequence[str], name: str) -> bool:
+    if isinstance(wanted, str):
+        return match_name(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 def read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str, Tensor]:
@@ -142,7 +170,7 @@ def _read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str
         raise DamagedError(f"{folder / TENSORS} is missing", next=remedy)
     found, like = _layers(load_tensors(folder / TENSORS), folder / TENSORS)
     names = {name: _named_like(name, like) for name in rules}
-    _check_known(names, found.keys(), where)
+    _check_targets(config, names, found.keys(), where)
     state: dict[str, Tensor] = {}
     layers: dict[str, Adapted] = {}
     for name, (a, b) in found.items():
@@ -251,17 +279,27 @@ def _layers(
     return layers, like
 
 
-def _check_known(names: Mapping[str, str], found: Iterable[str], where: Path) -> None:
-    """Raise InputError unless the layers with tensors are layers of the model.
+def _check_targets(
+    config: PeftConfig, names: Mapping[str, str], found: Iterable[str], where: Path
+) -> None:
+    """Raise unless the layers with tensors are those that the configuration names.
 
     `names` are all layers, each with its name in the model that the adapter is for.
     """
-    unknown = min(set(found) - set(names), default=None)
-    if unknown is None:
+    targeted = {name for name, whole in names.items() if config.targets(whole)}
+    odd = sorted(targeted.symmetric_difference(found))
+    if not odd:
         return
-    if any(name != whole for name, whole in names.items()):
-        raise _refused(where, unknown, "training computes the text model alone")
-    raise InputError(f"the adapter is for another model: it has no layer {unknown}", where=where)
+    if not set(found) <= set(names):
+        unknown = min(set(found) - set(names))
+        if any(name != whole for name, whole in names.items()):
+            raise _refused(where, unknown, "training computes the text model alone")
+        raise InputError(
+            f"the adapter is for another model: it has no layer {unknown}", where=where
+        )
+    raise DamagedError(
+        f"{CONFIG} and {TENSORS} name different layers", where=where, why=f"{odd[0]} is in one only"
+    )
 
 
 def _compare(
@@ -365,7 +403,7 @@ def _targets_of_peft(found: Iterable[str], arch: AnyArchitecture) -> list[str]:
     ends = sorted({name.rpartition(".")[2] for name in found})
     names = [rule.hf_name.removesuffix(".weight") for rule in linear_rules(arch)]
     # GPT-2 has two layers of one name in each block, c_proj.
-    return ends if {n for n in names if n.rpartition(".")[2] in ends} == found else sorted(found)
+    return ends if {n for n in names if _named(ends, n)} == found else sorted(found)
 
 
 def _joined(
