@@ -24,6 +24,7 @@ from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
 from dtt.base.log import log
 from dtt.config.value_types import InitialStd
 from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.conversations.sandbox import memory_limit
 from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device
@@ -224,12 +225,13 @@ def check_prompts(folder: Path, chat: ChatFormat) -> None:
             expected = encoder.prompt_ids(conversation)
         except RefusedRow:  # such as a system prompt that the template does not support
             continue
-        got = tokenizer.apply_chat_template(
-            list(conversation.messages),
-            add_generation_prompt=True,
-            return_dict=False,
-            **chat.facts.kwargs,
-        )
+        with memory_limit:
+            got = tokenizer.apply_chat_template(
+                list(conversation.messages),
+                add_generation_prompt=True,
+                return_dict=False,
+                **chat.facts.kwargs,
+            )
         if got != expected:
             why = f"apply_chat_template returns different ids for a prompt: {got[:8]}…"
             raise _export_error(folder, f"{why}, {expected[:8]}… in training")

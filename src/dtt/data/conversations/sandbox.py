@@ -1,20 +1,23 @@
 """A Jinja sandbox for chat templates.
 
 The sandbox of Jinja keeps a template from running code. Beyond that, a template can do what it can
-do in `transformers`, within limits of its time and output: a row must not hang a run. A limit of
-its memory would be one of the address space of the process, in which other threads work, too.
+do in `transformers`, within limits of its time and memory: a row must not hang a run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import datetime
+from threading import Lock
 from time import thread_time
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.environment import Template
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -28,14 +31,23 @@ MAX_SECONDS = 1.0
 CPU time, because wall-clock time would refuse rows on a machine that swaps or is suspended. It is
 read at each turn of a loop and at each call, which ends whatever a mistake in a template can do. To
 count the work of each filter, comparison and assignment as well, so that one hostile step of C code
-(a comparison of lists that contain each other 2^90 times) ends, took 190 lines. Nor does a step end
-that takes gigabytes, such as `'a' * 3000000000`.
+(a comparison of lists that contain each other 2^90 times) ends, took 190 lines.
 """
 MAX_CHARS = 1 << 24
 """Maximum size of a render."""
+MAX_MEMORY = 1 << 31
+"""Maximum bytes of memory that a render takes in addition to what the process has.
+
+It is address space, of which each thread that starts meanwhile reserves 128 MB for its heap: with
+512 MB, a few of them ended a render without a fault of its template."""
+
+PAGE = resource.getpagesize()
 DEADLINE = "dtt deadline"
 """Context variable: when the thread must have rendered. With a space in its name, no template can
 refer to it."""
+MAX_EXPONENT = 64
+MAX_BITS = 1 << 16
+"""Maximum size of a product of integers. Larger ones take minutes, in one uninterruptible step."""
 
 FROM_ROW = "\ufdd4"
 """Mark before a character of a row that is part of the string of a special token."""
@@ -47,7 +59,41 @@ MARKS = re.compile("[\ufdd0-\ufdef]")
 
 
 class TooCostly(TemplateError):
-    """A render takes too much time."""
+    """A render takes too much work, so that the template would not end in useful time."""
+
+
+class _MemoryLimit:
+    """A context in which the memory of the process has a limit.
+
+    It is what the process has now and MAX_MEMORY; beyond it follows MemoryError. No deadline ends
+    `'a' * 3000000000`, or a list that is written as text, before the memory is taken. The limit
+    holds for all threads, so one thread at a time has it. Costs 5 microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._before = (0, 0)
+        self._statm = (0, -1)
+        """Process id and file descriptor of /proc/self/statm, which takes longer to open than many
+        renders take."""
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        soft, hard = self._before = resource.getrlimit(resource.RLIMIT_AS)
+        limits = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        if self._statm[0] != os.getpid():
+            with suppress(OSError):  # not Linux
+                self._statm = os.getpid(), os.open("/proc/self/statm", os.O_RDONLY)
+        if self._statm[0] == os.getpid():
+            limits.append(int(os.pread(self._statm[1], 64, 0).split()[0]) * PAGE + MAX_MEMORY)
+            resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, self._before)
+        self._lock.release()
+
+
+memory_limit = _MemoryLimit()
 
 
 class GenerationTag(Extension):
@@ -82,6 +128,9 @@ def _tojson(
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment in which `transformers` renders chat templates."""
 
+    # Jinja does not compute these with constants when it compiles, but calls `call_binop`.
+    intercepted_binops = frozenset(("*", "%"))
+
     def __init__(self, date: str | None = None) -> None:
         """Create the environment; `date` replaces the current time for templates."""
         super().__init__(
@@ -105,16 +154,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compile_template(self, text: str) -> Template:
         """Compile a template whose loops check the time. Raises TemplateSyntaxError."""
         tree = self.parse(text)
+        for power in tree.find_all(nodes.Pow):
+            exponent = power.right.value if isinstance(power.right, nodes.Const) else None
+            if exponent not in range(MAX_EXPONENT):
+                # 9 ** 99999999 takes minutes in one step, in `transformers` even if the template
+                # never reaches it.
+                why = f"dtt computes powers with exponents of 0 to {MAX_EXPONENT - 1} only"
+                raise TemplateSyntaxError(why, power.lineno)
         for loop in tree.find_all(nodes.For):
             turn = nodes.Filter(nodes.Const(""), "dtt turn", [], [], None, None)
             loop.body = [nodes.Output([turn]), *loop.body]
+        with memory_limit:  # Jinja computes filters of constants, such as 'a' | center(3000000000)
+            code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
-        return Template.from_code(self, self.compile(tree), dict(self.globals))
+        return Template.from_code(self, code, dict(self.globals))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method or a function."""
         _check_time(context)
         return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return a product, a remainder or a formatted text within the limits."""
+        are_whole = operator == "*" and isinstance(left, int) and isinstance(right, int)
+        if are_whole and left.bit_length() + right.bit_length() > MAX_BITS:
+            raise TooCostly("the template computes too large a number")
+        return super().call_binop(context, operator, left, right)
 
     def generation(self, caller: Callable[[], str]) -> str:
         """Return the text of a generation block."""

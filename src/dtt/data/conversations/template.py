@@ -17,7 +17,13 @@ from jinja2 import TemplateSyntaxError
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import DEADLINE, MAX_SECONDS, Sandbox, TooCostly
+from dtt.data.conversations.sandbox import (
+    DEADLINE,
+    MAX_SECONDS,
+    Sandbox,
+    TooCostly,
+    memory_limit,
+)
 from dtt.data.text.side_files import object_beside
 
 CHATML = """\
@@ -136,8 +142,8 @@ class ChatTemplate:
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation, that of `apply_chat_template(tokenize=False)`.
 
-        Raises RefusedRow if the template raises an error, or exceeds the limits of the sandbox;
-        InputError if the template, not the row, is to blame for that.
+        Raises RefusedRow if the template raises an error, or takes or builds more than the limits
+        of the sandbox; InputError if the template, not the row, is to blame for that.
         """
         messages = [self._message(message) for message in conversation.messages]
         variables = {
@@ -151,23 +157,23 @@ class ChatTemplate:
         }
         try:
             context = self._template.new_context(variables)
-            text = self._sandbox.concatenate(self._template.root_render_func(context))
+            with memory_limit:
+                text = self._sandbox.concatenate(self._template.root_render_func(context))
         except RecursionError:
             raise RefusedRow("the chat template recurses too deeply") from None
-        except TooCostly as error:
+        except (TooCostly, MemoryError) as error:
             # A row may be large, but if many take a second each and yield nothing, no run would
             # end.
             self._costly += 1
+            why = str(error) or "it needs too much memory"
             if self._costly > self._rendered // COSTLY_SHARE:
                 raise InputError(
-                    "the chat template takes too much time",
+                    "the chat template takes too much time or memory",
                     where=self.name,
-                    why=str(error),
+                    why=why,
                     next="chat.template=chatml, or the path of another Jinja file",
                 ) from None
-            raise RefusedRow(f"the chat template takes too much time: {error}") from None
-        except MemoryError:  # of the machine, not of the row
-            raise
+            raise RefusedRow(f"the chat template takes too much time or memory: {why}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             why = " ".join(str(error).split()) or type(error).__name__
             why = why if len(why) <= 200 else f"{why[:197]}..."
