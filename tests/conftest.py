@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -78,10 +79,12 @@ def _nothing_left_running() -> Iterator[None]:
         compiling.AsyncCompile.pool().shutdown()
         compiling.AsyncCompile.pool.cache_clear()
     started = [t for t in threading.enumerate() if t not in threads and not t.name.startswith(KEPT)]
-    if started:
-        gc.collect()  # an executor that is garbage ends its threads when it is collected
-    for thread in started:
-        thread.join(TIMEOUT)
+    deadline = time.monotonic() + TIMEOUT
+    while any(t.is_alive() for t in started) and time.monotonic() < deadline:
+        # An executor that is garbage ends its threads when it is collected. What its thread still
+        # computes holds it, so once is not enough.
+        gc.collect()
+        time.sleep(0.05)
     left = [thread for thread in started if thread.is_alive()]
     left += psutil.wait_procs(children() - processes, timeout=TIMEOUT)[1]
     assert not left, f"tests of this file leave running: {left}"
