@@ -316,6 +316,97 @@ def chunks(session: Session) -> None:
                 figures["ms"] = 1e3 * seconds(session.device, work, 10)
 
 
+def experts(session: Session) -> None:
+    """Time a layer of experts, both passes, beside its form before 2026-11-30 and one not taken."""
+    from train_gpu import CASES
+
+    from dtt.config.model import ModelConfig
+    from dtt.mesh.compilation import compiler
+    from dtt.model import families
+    from dtt.model.experts import MixtureMLP
+
+    for case in ("mixture-1.7b", "olmoe-1b-7b"):
+        shape = dict(CASES[case].shape)
+        if session.tiny:
+            shape |= {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "expert_ffn_dim": 16}
+            shape |= {"n_experts": 4, "experts_per_token": 2, "seq_len": 32, "batch": 1}
+        keys = {name: shape[name] for name in ModelConfig.model_fields if name in shape}
+        config = ModelConfig.model_validate(keys)
+        arch = families.get(shape["family"]).architecture(config, 512, shape["seq_len"])
+        torch.manual_seed(0)
+        with session.device:
+            mlp = MixtureMLP(arch, arch.mixture_of(0)).to(session.dtype)
+            for weight in mlp.parameters():
+                torch.nn.init.normal_(weight, std=0.02)
+            size = shape["batch"], shape["seq_len"], arch.dim
+            x = torch.randn(size, dtype=session.dtype, requires_grad=True)
+        exact: tuple[Tensor, ...] = ()
+        joined = {"compute": partial(_joined, mlp.experts)}
+        for name, compute, changes in (
+            ("weighted after down", _weighted_after, {}),
+            ("weighted before down", None, {}),
+            ("gate and up joined", None, joined),
+        ):
+            vars(mlp.experts).update(changes)
+            for compiled in (False,) if session.tiny else (False, True):
+                with session.part(f"{case}, {name}, compiled {compiled}") as figures:
+                    forward = partial(compute or MixtureMLP.forward, mlp, counted_BT=None)
+                    run = compiler.compiled(forward) if compiled else forward
+                    work = partial(_mixed_gradients, run, x, list(mlp.parameters()))
+                    if session.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    found = work()
+                    exact = exact or found
+                    figures["difference"] = max_relative_error(found, exact)
+                    figures["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 10)
+                    if session.device.type == "cuda":
+                        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                    figures["uncompiled"] = compiler.failure
+
+
+def _joined(own: Any, rows_MD: Tensor, weights_M: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute experts with one product for gate and up."""
+    from torch.nn import functional
+
+    from dtt.model.linear import grouped_linear
+
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    stacks = torch.cat([own.gate, own.up], 1)
+    gate_MF, up_MF = grouped_linear(rows_MD, stacks, ends_E).chunk(2, -1)
+    hidden_MF = functional.silu(gate_MF) * up_MF * weights_M[:, None].to(up_MF.dtype)
+    return grouped_linear(hidden_MF, own.down, ends_E)
+
+
+def _weighted_after(mlp: Any, x_BTD: Tensor, counted_BT: None) -> Any:
+    """Compute a mixture that weights the outputs of experts."""
+    from torch.nn import functional
+
+    from dtt.model.experts import Mixed, inverse, load, sorted_rows
+    from dtt.model.linear import grouped_linear
+
+    x_ND, own = x_BTD.flatten(0, 1), mlp.experts
+    routing = mlp.router(x_ND)
+    experts_NK = routing.experts_NK
+    order_M = experts_NK.flatten().to(torch.int16).argsort(stable=True)
+    place_M = inverse(order_M)
+    ends_E = load(experts_NK[None], own.experts)[0].cumsum(0).to(torch.int32)
+    rows_MD = sorted_rows(x_ND, order_M, place_M, experts_NK.shape[1])
+    hidden_MF = functional.silu(grouped_linear(rows_MD, own.gate, ends_E))
+    hidden_MF = hidden_MF * grouped_linear(rows_MD, own.up, ends_E)
+    out_MD = grouped_linear(hidden_MF, own.down, ends_E)
+    out_NKD = sorted_rows(out_MD, place_M, order_M, 1).view(*experts_NK.shape, -1)
+    out_ND = (out_NKD * routing.weights_NK[..., None].to(out_NKD.dtype)).sum(1)
+    return Mixed(out_ND.view_as(x_BTD), {}, None)
+
+
+def _mixed_gradients(
+    run: Callable[..., Any], x: Tensor, weights: list[Tensor]
+) -> tuple[Tensor, ...]:
+    out = run(x).out
+    factor = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+    return (out.detach(), *torch.autograd.grad((out * factor).sum(), [x, *weights]))
+
+
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None,
     beside: bool = False,
@@ -554,6 +645,7 @@ BLOCKS: dict[str, Block] = {
     "memory": Block(1.5, (memory,)),
     "start": Block(1, (start,)),
     "mixture-1.7b": _run("mixture-1.7b", minutes=1.5),
+    "experts": Block(1, (experts,)),
     "chunks": Block(1, (chunks,)),
     # A fraction of the tokens of a real step, so that a step can be profiled.
     "8b-none": _run("8b-none"),

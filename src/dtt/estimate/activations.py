@@ -73,16 +73,13 @@ def _kept_with_experts(case: Case, mixture: ExpertMixture) -> int:
     Beside what attention and norms keep, bytes per token of a mixture of K experts:
 
         router     its input in fp32, scores and logits: 4D + 8E
-        rows       the input of the experts, sorted: eKD, and under expert parallelism again, as
-                   received and in the order of its experts: 2eKD
-        experts    gate, up, silu(gate) and their product: 4eKF (compiled: the same operators)
-        sum        the outputs of the experts, for the gradient of their weights: eKD
+        rows       the input of the experts, sorted: eKD; under expert parallelism as received
+        experts    gate, up, silu(gate), their product and that with the weights: 5eKF
         shared     its input, which is that of the router, and four of its width: 4eF
     """
     dense = replace(case.arch, mixture=None, ffn_dim=0)
     n, e, d, k = case.tokens, case.product_bytes, case.arch.dim, mixture.per_token
-    copies = 2 if case.cfg.parallel.expert == 1 else 4
-    mlp = FP32 * (d + 2 * mixture.experts) + e * k * (copies * d + 4 * mixture.ffn_dim)
+    mlp = FP32 * (d + 2 * mixture.experts) + e * k * (d + 5 * mixture.ffn_dim)
     mlp += 4 * e * mixture.shared_dim
     # Each tensor-parallel rank has its own tokens there.
     return kept_by_block(replace(case, arch=dense)) + n * mlp // case.sizes.tensor

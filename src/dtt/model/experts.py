@@ -10,6 +10,7 @@ D dim, F width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +130,12 @@ class Router(nn.Module):
         return losses
 
 
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Function of rows [M, D], sorted by expert, and of the number of rows of each: their results."""
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function of rows [M, D], sorted by expert, of their weights [M] and of the number of rows of each
+expert: the weighted results [M, D]."""
+Exchange = Callable[[Tensor, Tensor, Tensor, Compute], Callable[[], Tensor]]
+"""Function that sends what a `Compute` takes to the ranks of the experts; the function that it
+returns computes there, and returns the results here."""
 
 
 class Experts(nn.Module):
@@ -144,31 +149,47 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(inwards))
         self.down = nn.Parameter(torch.empty(mixture.experts, arch.dim, mixture.ffn_dim))
         self.experts = mixture.experts
-        self.exchange: Callable[[Tensor, Tensor, Compute], Tensor] | None = None
+        self.exchange: Exchange | None = None
         """Expert parallelism: computes the rows on the ranks of their experts."""
 
-    def forward(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
-        """Return the weighted sum of the experts of each token: [N, D] → [N, D]."""
+    def forward(
+        self,
+        x_ND: Tensor,
+        weights_NK: Tensor,
+        experts_NK: Tensor,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the weighted sum of the experts of each token, and of the shared one: [N, D]."""
         # Stable, so that an expert sees its tokens in their order on every device. Of 16 bits: a
         # GPU sorts byte by byte, and the 64 of an index would be eight passes in place of two.
         order_M = experts_NK.flatten().to(torch.int16).argsort(stable=True)
         place_M = inverse(order_M)
         counts_E = load(experts_NK[None], self.experts)[0]
-        rows_MD = permuted(x_ND, order_M, place_M, experts_NK.shape[1])
+        rows_MD = sorted_rows(x_ND, order_M, place_M, experts_NK.shape[1])
+        weights_M = sorted_rows(weights_NK.flatten(), order_M, place_M, 1)
+        results: Callable[[], Tensor]
         if self.exchange is None:
-            out_MD = self.compute(rows_MD, counts_E)
+            results = partial(self.compute, rows_MD, weights_M, counts_E)
         else:
-            out_MD = self.exchange(rows_MD, counts_E, self.compute)
+            results = self.exchange(rows_MD, weights_M, counts_E, self.compute)
+        # While rows travel, if they do: every rank has the shared expert.
+        shared_ND = None if shared is None else shared(x_ND)
         # Back in the order of the tokens, where the outputs of a token are next to each other: the
         # sum has one order. `index_add_` would add in another order each time on a GPU.
-        out_NKD = permuted(out_MD, place_M, order_M, 1).view(*experts_NK.shape, -1)
-        return (out_NKD * weights_NK[..., None].to(out_NKD.dtype)).sum(1)
+        out_ND = summed_rows(results(), place_M, order_M, experts_NK.shape[1])
+        return out_ND if shared_ND is None else out_ND + shared_ND
 
-    def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def compute(self, rows_MD: Tensor, weights_M: Tensor, counts_E: Tensor) -> Tensor:
         """Apply the experts of this rank, each to the next `counts_E[e]` rows: [M, D] → [M, D]."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
+        # Two products. One, with joined weights, would read the rows once, but the weights twice
+        # more: autograd would keep the joined copy, also where FSDP2 frees what it has gathered
+        # (benchmarks/log.md, "Mixtures of experts").
         gate_MF = grouped_linear(rows_MD, local(self.gate), ends_E)
-        hidden_MF = F.silu(gate_MF) * grouped_linear(rows_MD, local(self.up), ends_E)
+        up_MF = grouped_linear(rows_MD, local(self.up), ends_E)
+        # Weighted before the last product: the gradient of the weights then needs none of its
+        # outputs, which are K times as large as the hidden states.
+        hidden_MF = F.silu(gate_MF) * up_MF * weights_M[:, None].to(up_MF.dtype)
         return grouped_linear(hidden_MF, local(self.down), ends_E)
 
 
@@ -197,15 +218,16 @@ class MixtureMLP(nn.Module):
         """Apply the MLP; `counted_BT` bool are the tokens of the load and auxiliary losses."""
         x_ND = x_BTD.flatten(0, 1)
         routing = self.router(x_ND)
-        out_ND = self.experts(x_ND, routing.weights_NK, routing.experts_NK)
-        if self.shared is not None:
-            out_ND = out_ND + self.shared(x_ND)
-        out_BTD = out_ND.view_as(x_BTD)
-        if counted_BT is None:
-            return Mixed(out_BTD, {}, None)
-        experts_BTK = routing.experts_NK.view(*counted_BT.shape, -1)
-        load_BE = load(experts_BTK, self.router.mixture.experts, counted_BT)
-        return Mixed(out_BTD, self.router.losses(routing, load_BE, counted_BT), load_BE.sum(0))
+        aux: dict[str, Tensor] = {}
+        load_E = None
+        # Before the experts: when a block is recomputed for its backward pass, what follows the
+        # last product of the experts then keeps nothing, and rows need not travel back once more.
+        if counted_BT is not None:
+            experts_BTK = routing.experts_NK.view(*counted_BT.shape, -1)
+            load_BE = load(experts_BTK, self.router.mixture.experts, counted_BT)
+            aux, load_E = self.router.losses(routing, load_BE, counted_BT), load_BE.sum(0)
+        out_ND = self.experts(x_ND, routing.weights_NK, routing.experts_NK, self.shared)
+        return Mixed(out_ND.view_as(x_BTD), aux, load_E)
 
 
 class SharedExpert(nn.Module):
@@ -250,25 +272,49 @@ def inverse(order_M: Tensor) -> Tensor:
     return torch.empty_like(order_M).scatter_(0, order_M, rows)
 
 
-# `x[order]` is a permutation, which autograd does not know: its backward pass would add rows to
-# zeros one by one, on a GPU in any order. On a CPU `index_select` copies whole rows, four times as
+# Rows that are copied and summed in a known order, which autograd does not know: the backward pass
+# of `x[order]` would add rows to zeros one by one, on a GPU in any order. Each of the two is the
+# other's backward pass, and none materialises an expanded gradient. Inductor reads the K rows of a
+# token inside the kernel of their sum. On a CPU `index_select` copies whole rows, four times as
 # fast as indexing.
-class _Permuted(torch.autograd.Function):
+class _Sorted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place_M)
         ctx.k = k
-        return x_ND.index_select(0, order_M if k == 1 else order_M // k)
+        return _copied(x_ND, order_M, k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
-        grad_MD = grads[0].index_select(0, place_M)
-        if ctx.k > 1:
-            grad_MD = grad_MD.view(-1, ctx.k, grad_MD.shape[-1]).sum(1)
-        return grad_MD, None, None, None
+        return _added(grads[0], place_M, ctx.k), None, None, None
 
 
-permuted: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Permuted.apply
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, place_M: Tensor, order_M: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.k = k
+        return _added(rows_MD, place_M, k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order_M,) = ctx.saved_tensors
+        return _copied(grads[0], order_M, ctx.k), None, None, None
+
+
+def _copied(x_ND: Tensor, order_M: Tensor, k: int) -> Tensor:
+    return x_ND.index_select(0, order_M if k == 1 else order_M // k)
+
+
+def _added(rows_MD: Tensor, place_M: Tensor, k: int) -> Tensor:
+    rows_MD = rows_MD.index_select(0, place_M)
+    return rows_MD if k == 1 else rows_MD.view(-1, k, rows_MD.shape[-1]).sum(1)
+
+
+sorted_rows: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Sorted.apply
 """Return the rows [M, D] in the order of `order`, of which k in a row are one of [M / k, D]; the
 third argument is the inverse of the permutation."""
+summed_rows: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Summed.apply
+"""Return the sums [M / k, D] of k consecutive ones of the rows in the order of the second argument;
+the third is the inverse of the permutation."""

@@ -2,7 +2,8 @@
 
 Everything that trains a model uses it: a run, the short trainings of muP, the measurement of `dtt
 plan`, and benchmarks. Nothing here waits for the device, but for
-optimizers that ignore `found_inf`.
+optimizers that ignore `found_inf`, and with expert parallelism once in each pass of a layer with
+experts (`dtt.parallel.expert`).
 """
 
 from __future__ import annotations

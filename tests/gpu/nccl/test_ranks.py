@@ -16,7 +16,10 @@ from dtt.base.local import torchrun_argv
 from dtt.config.parallel import Sizes
 
 LLAMA = ("model.family=llama", "model.tie_embeddings=false")
-EXPERTS = ("model.family=qwen3_moe", "model.n_experts=4", "model.experts_per_token=2")
+EXPERTS = (  # with a shared one, which computes while rows travel
+    "model.family=dots1", "model.n_experts=8", "model.n_expert_groups=4",
+    "model.expert_groups_per_token=2",
+)  # fmt: skip
 DOCUMENTS = "data.mask_documents=true"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ddp": ("replicate=2",),
@@ -28,7 +31,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 LARGER: dict[str, tuple[str, ...]] = {
     "hsdp": ("replicate=2", "shard=2"),
-    "fsdp2 and tensor": ("shard=2", "tensor=2", "optim.type=muon"),
+    "fsdp2 and tensor": ("shard=2", "tensor=2", "optim.type=muon", "train.remat=full"),
     "fsdp2 and context": ("shard=2", "context=2", DOCUMENTS),
     "tensor and context": ("tensor=2", "context=2", DOCUMENTS),
     "fsdp2 and pipeline": (
