@@ -33,6 +33,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts-fsdp2": (8, ("model.family=qwen3_moe", ADAMW, "train.remat=full")),
     "expert-parallel": (8, ("model.family=mixtral", "optim.type=muon", "parallel.expert=4")),
     "tensor": (8, (ADAMW, "parallel.tensor=2", "train.remat=selective")),
+    "tensor-full-remat": (8, (ADAMW, "parallel.tensor=2", "train.remat=full")),
     "context": (8, (ADAMW, "parallel.context=2")),
     "fp8": (8, (ADAMW, "train.precision=fp8", "train.remat=full")),
     "fp8-tensor": (8, (ADAMW, "train.precision=fp8", "parallel.tensor=2", "train.remat=selective")),

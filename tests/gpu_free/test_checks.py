@@ -14,8 +14,8 @@ from faults import FAULTS
 from serving import Ask, asking
 
 CASES = [
-    "gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "context", "adapter", "experts",
-    "fp8", "fp8-tensor", "fp8-adapter",
+    "gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "tensor-full-remat", "context",
+    "adapter", "experts", "fp8", "fp8-tensor", "fp8-adapter",
 ]  # fmt: skip
 PLANTED = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
 """One fault of each kind; nightly_mistakes.py has all others."""

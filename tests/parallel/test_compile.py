@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.own_classes import NOTHING
 from support.running import Dtt
-from support.tiny_architectures import decoder
+from support.tiny_architectures import decoder, make, tiny_architecture
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -23,7 +23,7 @@ from dtt.model.contract import Model
 from dtt.model.decoder import Decoder, params_of
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
-from dtt.parallel.apply import compile_each_block
+from dtt.parallel.apply import compile_each_block, rematerialize
 
 
 def make_model() -> Decoder:
@@ -76,6 +76,29 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
         model(ids[:, :-1], ids[:, 1:]).loss.backward()
     assert len(graphs) == before + 1
     assert not any(isinstance(i, torch.SymInt) for inputs in graphs for i in inputs)
+
+
+@pytest.mark.parametrize(
+    ("how", "graphs_of_a_shape"), [({"in_parts": True}, 1), ({"apart": True}, 2)]
+)
+def test_parts_of_blocks_are_compiled_once_and_change_no_gradient(
+    graphs: list[list[object]], how: dict[str, bool], graphs_of_a_shape: int
+) -> None:
+    """Before the MLP; beside experts of other ranks also the router, and once all their rows."""
+    arch = tiny_architecture("olmoe" if "apart" in how else "llama")
+    ids = torch.randint(0, arch.vocab_size, (2, 9))
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = make(arch)[0]
+        rematerialize(model, "full", apart="apart" in how)
+        if compiled:
+            compile_each_block(model, **how)
+        for rows in (1, 2):
+            model(ids[:rows, :-1], ids[:rows, 1:]).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+    assert len(graphs) == 2 * graphs_of_a_shape + ("apart" in how)
 
 
 def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> None:

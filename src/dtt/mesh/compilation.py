@@ -32,11 +32,13 @@ class Compiler:
         self.failure = ""
         """Reason why compilation failed; empty if it has not."""
 
-    def compiled(self, plain: Function, otherwise: Function | None = None) -> Function:
+    def compiled(
+        self, plain: Function, otherwise: Function | None = None, *, dynamic: bool = False
+    ) -> Function:
         """Return a compiled `plain`, which calls `otherwise` (default: `plain`) after a failure.
 
-        Shapes stay static: each has its own graph. A second shape never makes a graph dynamic, as
-        some kernels (FlexAttention) fail on dynamic shapes.
+        Unless `dynamic`, shapes stay static: each has its own graph. A second shape never makes a
+        graph dynamic, as some kernels (FlexAttention) fail on dynamic shapes.
         """
         import torch._functorch.config
 
@@ -44,7 +46,7 @@ class Compiler:
         # By default the backward graph is compiled in the first backward pass, where it would be
         # too late to rerun the forward pass uncompiled.
         torch._functorch.config.force_non_lazy_backward_lowering = True  # noqa: SLF001
-        fast = torch.compile(plain, dynamic=False)
+        fast = torch.compile(plain, dynamic=dynamic)
         slow = otherwise or plain
 
         def call(*inputs: Any, **named: Any) -> Any:

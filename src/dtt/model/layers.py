@@ -172,9 +172,7 @@ class Block(nn.Module):
         Auxiliary losses are sums over the tokens of the stream, of which this rank has some under
         tensor parallelism. An ordinary MLP has none, and no load.
         """
-        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attention_fn)
-        x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
-        inner_BTD = self.mlp_norm(x_BTD)
+        x_BTD, inner_BTD = self.attend(x_BTD, rotations, attention_fn)
         if isinstance(self.mlp, MixtureMLP):
             mixed: Mixed = self.mlp(inner_BTD, counted_BT)
         else:
@@ -182,6 +180,14 @@ class Block(nn.Module):
         out_BTD = self.add(x_BTD, self.mlp_post_norm(mixed.out))
         # Not by `mixed._replace`: torch 2.11 cannot compile that.
         return Mixed(out_BTD, mixed.aux, mixed.load)
+
+    def attend(
+        self, x_BTD: Tensor, rotations: Rotations | None, attention_fn: AttentionFn
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream after attention, and the input of the MLP: [B, T, D] each."""
+        attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attention_fn)
+        x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
+        return x_BTD, self.mlp_norm(x_BTD)
 
     def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         """Return x + residual_scale * dropout(update)."""

@@ -120,7 +120,9 @@ for device in ("cpu", "cuda"):
     torch.library.impl("dtt::grouped_linear", device, _product)
     torch.library.impl("dtt::grouped_linear_backward", device, _gradients)
 torch.library.register_fake(
-    "dtt::grouped_linear", lambda x, weight, _ends: x.new_empty(len(x), weight.shape[1])
+    # Not `len(x)`, which would fix the number of rows in a graph.
+    "dtt::grouped_linear",
+    lambda x, weight, _ends: x.new_empty(x.shape[0], weight.shape[1]),
 )
 torch.library.register_fake(
     "dtt::grouped_linear_backward",

@@ -75,20 +75,17 @@ def apply(
         # Tensor parallelism first, so that FSDP2 shards what is left of each matrix. The other
         # order would gather whole matrices.
         apply_tensor(model, layout.part("tensor"))
+    apart = layout.experts is not None
     if remat != "none":
         # Before compilation, so that the compiler sees the recomputation and plans with it.
-        rematerialize(model, remat, apart=layout.experts is not None)
-    if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
-        log.info("not compiled: tensor parallelism is only compiled with train.remat=selective")
-        compile_blocks = False
+        rematerialize(model, remat, apart=apart)
     if compile_blocks and layout.sizes.tensor > 1 and world.device.type == "cuda":
         log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
         log.info("the first step also compiles the model, which may take minutes")
-        apart = layout.experts is not None
-        if apart:
-            log.info("not compiled: layers with experts, which have a mesh of their own")
-        compile_each_block(model, apart=apart)
+        # torch 2.13 hangs when it compiles a block that is recomputed with its collectives.
+        in_parts = layout.sizes.tensor > 1 and remat == "full"
+        compile_each_block(model, apart=apart, in_parts=in_parts)
         # Uncompiled on a CPU, where blocks of logits stay in the cache.
         model.fused_loss = world.device.type == "cuda"
     if layout.sharded:
@@ -108,11 +105,13 @@ def apply(
     return FixedBuckets(model, ids)
 
 
-def compile_each_block(model: Model, *, apart: bool = False) -> None:
+def compile_each_block(model: Model, *, apart: bool = False, in_parts: bool = False) -> None:
     """Compile each block (`model.layers`) when it is first called, in place.
 
-    Those with a mixture are left out if their experts are sharded `apart`: a graph would break at
-    the exchange of rows, and in the hooks of FSDP2 around it.
+    With `in_parts`, only what is before the MLP is compiled: the recomputation of a compiled MLP
+    could not leave out its last product. So it is where experts are sharded `apart`, with the
+    router and what the experts compute: a graph would break at the exchange of rows, and in the
+    hooks of FSDP2 around it.
 
     All blocks share one compilation per shape, of both passes, which is much faster than compiling
     the whole model; the compiled code is hardly slower. Shapes stay static: a smaller last batch of
@@ -122,11 +121,19 @@ def compile_each_block(model: Model, *, apart: bool = False) -> None:
     `requests.agreed`), and the log reports the reason once.
     """
     # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
-    left_out = routers(model) if apart else {}
-    for i, block in model.blocks().items():
-        if i not in left_out:
+    block: Any
+    for block in model.blocks().values():
+        mlp: Any = getattr(block, "mlp", None)
+        with_experts = apart and isinstance(mlp, MixtureMLP)
+        if not (in_parts or with_experts):
             # `block.compile()` would also compile the hooks, as those of FSDP2.
             block.forward = compiler.compiled(block.forward)
+            continue
+        block.attend = compiler.compiled(block.attend)
+        if with_experts:
+            mlp.router.forward = compiler.compiled(mlp.router.forward)
+            # Its number of rows differs in every micro-batch.
+            mlp.experts.compute = compiler.compiled(mlp.experts.compute, dynamic=True)
 
 
 def rematerialize(model: Model, kind: Literal["full", "selective"], *, apart: bool = False) -> None:
