@@ -133,8 +133,8 @@ ONE = ["parallel.shard=8", "train.remat=selective", "train.micro_batch=2"]
 LONG = ["train.remat=full", "train.micro_batch=1", "train.global_batch_tokens=262144"]
 OF_405B = [
     "model.dim=16384", "model.n_layers=126", "model.n_heads=128", "model.ffn_dim=53248",
-    "parallel.shard=8", "parallel.tensor=8", "parallel.pipeline=8", "train.remat=full",
-    "train.micro_batch=1", "train.global_batch_tokens=2097152",
+    "parallel.shard=8", "parallel.tensor=8", "parallel.pipeline=8", "parallel.reduce=last",
+    "train.remat=full", "train.micro_batch=1", "train.global_batch_tokens=2097152",
 ]  # fmt: skip
 
 

@@ -77,3 +77,23 @@ def test_what_a_run_holds_at_least_is_never_more_than_the_plan(
         plain = cfg.model_copy(update={"objective": NextTokenConfig()})
         held = least - least_memory(plain, case.arch, case.sizes, case.precision)
         assert 0 < held <= planned.parts["models of the objective"] < 1.01 * held
+
+
+@pytest.mark.parametrize(
+    ("keys", "each"),
+    [
+        ([], True),
+        (["parallel.tensor=2"], False),
+        (["parallel.reduce=last"], False),
+        (["model.n_layers=4"], False),
+        (["model.n_layers=4", "parallel.reduce=each"], True),
+    ],
+)
+def test_gradients_of_8b_are_reduced_each_time_unless_whole_ones_fit(
+    keys: list[str], each: bool
+) -> None:
+    keys = ["parallel.shard=8", "parallel.replicate=1", "train.global_batch_tokens=131072", *keys]
+    cfg = resolve("models/llama3-8b", keys, env={}).config
+    devices = 16 if "parallel.tensor=2" in keys else 8
+    case = make_case(cfg, gpus.find("H100", 8), devices // 8, 8, 128_256, cfg.train.steps)
+    assert case.reduces_each is each

@@ -74,9 +74,7 @@ class RandomTraining:
         self._optimizers = built.build(case.cfg.optim, laid_out.params, facts)
         decay = case.cfg.train.ema_decay
         self._ema = None if decay is None else Ema(laid_out.params, decay)
-        self._passes = make_passes(
-            laid_out.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
-        )
+        self._passes = make_passes(laid_out.module, case.precision, reduce_each=case.reduces_each)
         self._no_skip = torch.zeros((), device=world.device)
         self._steps = 0
 

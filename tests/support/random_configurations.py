@@ -141,7 +141,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "remat": (
         ("train.remat=full",), ("train.remat=selective",),
     ),
-    "sharding": (("parallel.reduce=each",), ("parallel.reshard=false",)),
+    "sharding": (("parallel.reduce=each",), ("parallel.reduce=last",), ("parallel.reshard=false",)),
     "guard": (("guard.spike=skip", "guard.non_finite=skip"),),
     "checkpoint": (("checkpoint.asynchronous=false",),),
     "seed": (("seed=7",),),

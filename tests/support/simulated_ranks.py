@@ -199,7 +199,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     step = Passes(module, case.precision)
     if case.sizes.pipeline > 1:
         stages = case.cfg.parallel.stage_layers(case.arch.n_layers)
-        dtype, each = case.precision.compute_dtype, case.cfg.parallel.reduce == "each"
+        dtype, each = case.precision.compute_dtype, case.reduces_each
         pipeline = Pipeline(module, stages, layout, dtype, reduce_each=each)
         pipeline.names = [("loss", "")]  # the ranks would tell each other
         group = layout.group("pipeline")  # created of the mesh's real tensors

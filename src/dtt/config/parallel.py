@@ -50,10 +50,11 @@ class ParallelConfig(Section):
     """Number of devices that share the experts of a mixture: each has some of them, and tokens
     travel to theirs (expert parallelism). It divides shard x context x tensor, and no device is
     added."""
-    reduce: Literal["last", "each"] = resumable("last")
+    reduce: Literal["auto", "last", "each"] = resumable("auto")
     """Time at which sharded gradients are reduced over devices: after the `last` micro-batch of a
     step, before which each device holds the gradient of the full model; or after `each`, which
-    takes less memory and more communication."""
+    takes less memory and more communication. `auto`: `last` where these gradients, in fp32, take at
+    most a quarter of the memory of a device."""
     reshard: bool = resumable(True)
     """Free gathered weights after the forward pass and gather them again for the backward pass:
     less memory, 50% more communication."""

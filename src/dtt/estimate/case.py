@@ -35,6 +35,7 @@ from dtt.optim.muon import redistribution
 from dtt.optim.muon.redistribution import Matrix
 from dtt.optim.muon.variant import MuonConfig
 from dtt.train.precision import Precision, choose
+from dtt.train.process_memory import reduces_each
 
 FP32 = 4
 """Bytes of an element in fp32."""
@@ -209,8 +210,12 @@ class Case:
     @property
     def keeps_whole_gradients(self) -> bool:
         """True if each device accumulates unsharded gradients, although it holds a shard."""
-        late = self.cfg.parallel.reduce == "last"
-        return self.sizes.sharded and self.accumulation > 1 and late
+        return self.sizes.sharded and self.accumulation > 1 and not self.reduces_each
+
+    @property
+    def reduces_each(self) -> bool:
+        """True if sharded gradients are reduced after each micro-batch, as training decides."""
+        return reduces_each(self.cfg, self.model, self.sizes, self.gpu.memory)
 
     @property
     def tokens(self) -> int:

@@ -100,7 +100,7 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     # for themselves (traced).
     heads = 3 - 2 / case.accumulation if stages > 1 else 1
     outside = stages * root + heads * head
-    each = case.cfg.parallel.reduce == "each"
+    each = case.reduces_each
     none: list[Weight] = []
     spread = case.spread * sizes.tensor // case.cfg.parallel.expert
     for weights, more, at_ends, name, n, stride in (

@@ -301,7 +301,7 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     head = size * arch.vocab_size // t * arch.dim if case.head.trained and case.last else 0
     trained = [weight for weight in case.block if weight.trained]
     untied = _untied_head(case)
-    reduced = last or case.cfg.parallel.reduce == "each"
+    reduced = last or case.reduces_each
     sent = FP32 * numbers(trained if done else untied) if case.sizes.sharded and reduced else 0
     new = done * case.weight_bytes * case.held(trained)
     if untied:

@@ -111,12 +111,11 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
         carry_optimizers(optimizers, laid_out.params, came_from)
     with own_code(cfg.objective, "objective"):
         cfg.objective.setup(RunView.of(inputs, mesh))
-    each = cfg.parallel.reduce == "each"
     has_experts = model.arch.mixture is not None
     state = TrainState(
         **vars(laid_out),
         passes=make_passes(
-            laid_out.module, plan.precision, mesh.gradient_replicas, reduce_each=each
+            laid_out.module, plan.precision, mesh.gradient_replicas, reduce_each=plan.reduce_each
         ),
         optimizers=optimizers,
         objective=cfg.objective,

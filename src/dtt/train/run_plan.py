@@ -20,7 +20,7 @@ from dtt.model.scaling import Scaling, scaled
 from dtt.optim.resolved_schedule import ResolvedSchedule, resolve_schedule
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.precision import Precision, choose
-from dtt.train.process_memory import check_memory
+from dtt.train.process_memory import check_memory, device_memory, reduces_each
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class RunPlan:
     """Number of parameters."""
     precision: Precision
     compile: bool
+    reduce_each: bool
+    """If True, sharded gradients are reduced after each micro-batch."""
     attention: str
     """The attention backend, in words."""
     tokens: int
@@ -113,6 +115,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
         parameters=count.parameters(arch),
         precision=precision,
         compile=world.device.type == "cuda" if train.compile is None else train.compile,
+        reduce_each=reduces_each(cfg, arch, sizes, device_memory(world)),
         attention=attention_backend.describe(
             arch,
             world.device,

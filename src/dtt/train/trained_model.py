@@ -149,8 +149,8 @@ def assemble(
         # The outermost wrapper: it divides sequences before anything else sees them.
         module = ContextParallel(model, mesh)
     if mesh.size("pipeline") > 1:
-        each, dtype = cfg.parallel.reduce == "each", plan.precision.compute_dtype
-        module = Pipeline(module, stages, mesh, dtype, reduce_each=each)
+        dtype = plan.precision.compute_dtype
+        module = Pipeline(module, stages, mesh, dtype, reduce_each=plan.reduce_each)
     if mesh.sharded:
         # Values follow from the seed and the name.
         allocate_shards(model, world.device)
