@@ -221,6 +221,17 @@ def test_fifos_and_devices_in_place_of_a_file_neither_hang_nor_fill_the_memory(
     falls_back(job, name, 500_000, caplog)
 
 
+def test_training_resumes_from_the_checkpoint_before_a_malformed_one(job: Path) -> None:
+    a_pickle(newest(job))
+    seal(newest(job))
+    done = Dtt(job.parents[1])("train", "jobs/t")
+    assert (
+        "rejected a checkpoint: checkpoint jobs/t/checkpoints/step-000008 is damaged" in done.stderr
+    )
+    assert "resumed from jobs/t/checkpoints/step-000004" in done.stderr
+    assert store.verify(newest(job)).step == 8
+
+
 def test_if_all_checkpoints_are_malformed_training_exits_with_65_and_one_message(job: Path) -> None:
     for step in (4, 8):
         folder = job / f"checkpoints/step-{step:06d}"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.forked import CONTEXT
+from support.ranks import start_process
 
 import dtt
 from dtt.artifacts.jobdir import JobDir
@@ -91,6 +97,39 @@ def test_a_file_with_the_name_of_a_checkpoint_stops_neither_a_resume_nor_a_save(
     save(folder, 12)
     assert store.steps(folder) == [5, 10, 12]
     assert store.at_step(folder, 12).step == 12
+
+
+def save_for_ever(folder: Path, done: Connection) -> None:
+    """Resume and save as the trainer does; says each step that `commit` promised."""
+    retention.sweep_staging(folder)
+    last = store.newest(folder)
+    for step in count(1 if last is None else last.step + 1):
+        store.verify(save(folder, step, numbers=300_000).path)
+        done.send(step)
+        retention.prune(folder, CheckpointConfig())
+
+
+def test_after_a_kill_at_any_moment_committed_checkpoints_are_complete(tmp_path: Path) -> None:
+    """Processes that save 3.6 MB in a loop are killed -9 at random moments, 7 of them in a save."""
+    folder, rng = tmp_path / "checkpoints", random.Random(0)
+    promised = torn = 0
+    while torn < 7:
+        here, there = CONTEXT.Pipe()
+        process = start_process(save_for_ever, folder, there)
+        there.close()
+        promised = here.recv()
+        process.join(timeout=rng.uniform(0, 0.06))  # it never ends by itself
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                promised = here.recv()
+        for step in store.steps(folder):
+            store.verify(folder / f"step-{step:06d}")
+        assert newest(folder).step >= promised
+        torn += any(folder.glob(".tmp-*"))
+        retention.sweep_staging(folder)
+        assert [p.name for p in folder.glob("*") if not p.name.startswith("step-")] == []
 
 
 def cut_at(share: float, after: int = 0) -> Callable[[Path], None]:

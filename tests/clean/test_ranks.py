@@ -7,7 +7,10 @@ import os
 import random
 import resource
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered, result_bytes
 from support.corpora import json_lines
 from support.planted_copies import planted
+from support.running import TIMEOUT
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError, InUse
@@ -73,6 +77,23 @@ def test_ranks_of_mpi_write_the_same_bytes(corpus: CleanedCorpus, ranks: int, mp
     assert result_bytes(selection(corpus)) == expected
 
 
+def test_tasks_of_srun_without_mpi_write_the_same_bytes(corpus: CleanedCorpus) -> None:
+    expected = fresh(corpus)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+    tasks = [
+        subprocess.Popen(
+            command(corpus),
+            env=os.environ | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    results = [task.communicate(timeout=TIMEOUT) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], results
+    assert [output.count("selection") > 0 for output, _ in results] == [True, False, False]
+    assert result_bytes(selection(corpus)) == expected
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every group small: partitions, sorted runs, batches, merges and open files."""
@@ -105,6 +126,24 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
             break
     assert written.pop("killed") > 9
     assert {*written.values()} == {1}  # nothing is done twice
+
+
+@pytest.mark.slow
+def test_after_kills_at_random_moments_a_rerun_gives_the_same_bytes(corpus: CleanedCorpus) -> None:
+    expected = fresh(corpus)
+    draw = random.Random(1)
+    for _ in range(3):
+        job = subprocess.Popen(command(corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        end = time.monotonic() + TIMEOUT
+        wanted = draw.randint(1, 50)  # files: all passes together write about sixty
+        while time.monotonic() < end and job.poll() is None:
+            if len(list(corpus.folder.glob("selection-*/.work/*"))) >= wanted:
+                break
+        job.send_signal(signal.SIGKILL)
+        job.communicate(timeout=TIMEOUT)
+    folder = corpus.clean()
+    assert result_bytes(folder) == expected
+    assert not list(folder.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "deleted", "marker"])

@@ -8,6 +8,8 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.ranks import on_ranks
@@ -123,3 +125,28 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_reported(tmp_path: Pat
     assert third is not None
     assert "rank 2 does not see the files of rank 0" in third
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_rank_looks_for_the_file_of_rank_0_only_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS that looked before would not see it for a minute."""
+    missed: set[Path] = set()
+
+    def cached(path: Path) -> bool:
+        if path not in missed and not path.exists():
+            missed.add(path)
+        return path not in missed
+
+    def from_first(own: object) -> object:
+        """What rank 0 sends: the name, and then, once the file is there, that it is."""
+        if isinstance(own, str):
+            return name
+        (tmp_path / name).touch()
+        return True
+
+    name = "from-rank-0"
+    monkeypatch.setattr(disk, "_exists", cached)
+    other: Any = SimpleNamespace(first=False, rank=1, from_first=from_first, barrier=lambda: None)
+    disk.check_shared(other, tmp_path)
+    assert missed == set()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forked_runs
+import torch
+from support import forked_runs, tiny_job
 from support.forked import CONTEXT
 from support.local_tasks import (
     ALL_TASKS,
@@ -26,6 +27,7 @@ from support.ranks import on_ranks
 from support.running import Dtt, wait_until
 from support.tiny_job import (
     IM_END,
+    make_model,
     make_tokenizer,
     write_chat_job,
     write_checkpoint,
@@ -35,6 +37,7 @@ from support.tiny_job import (
 from dtt.artifacts.manifests import DataManifest
 from dtt.evaluate.evaluation import with_keys
 from dtt.evaluate.tasks.result_files import read
+from dtt.model.decoder import Decoder
 
 Lines = list[dict[str, Any]]
 SEED = 18
@@ -303,3 +306,20 @@ def test_a_stop_request_ends_it_and_the_same_command_continues(dtt: Dtt, job: Pa
     done = Dtt.wait(process)
     assert done.returncode == 75, done.stderr
     assert "run the same command again" in done.stderr
+
+
+def test_no_answer_of_a_diverged_model_is_recorded(
+    dtt: Dtt, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverged(job: Path, seed: int, says: dict[int, int] | None) -> Decoder:
+        model = make_model(job, seed, says)
+        with torch.no_grad():
+            model.norm.weight.fill_(math.nan)
+        return model
+
+    monkeypatch.setattr(tiny_job, "make_model", diverged)
+    write_checkpoint(dtt.folder / job, 20)
+    done = dtt("eval", job, "--tasks", "sums.yaml", expect=76)
+    assert "log-probabilities are not finite" in done.stderr
+    [path] = (dtt.folder / job / "evals/step-000020").glob("sums-*.jsonl")
+    assert read(path).records == []

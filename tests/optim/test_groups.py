@@ -21,9 +21,9 @@ from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import parameter_role
-from dtt.optim.adamw import AdamWConfig
+from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.built import build
-from dtt.optim.groups import describe
+from dtt.optim.groups import describe, set_learning_rate
 from dtt.optim.muon.variant import MuonConfig, MuonGroup
 from dtt.params.table import Param, Params
 
@@ -234,6 +234,13 @@ def test_multipliers_are_factors_of_the_peak_and_leave_the_decay_of_a_step() -> 
             g["lr"] * g["weight_decay"] for n in (name, other) for _, g in [group_of(optimizers, n)]
         ]
         assert shrunk == pytest.approx([0.02, 0.02])
+
+
+def test_all_groups_follow_one_multiplier() -> None:
+    optimizers = made(MuonConfig(lr=0.2, adamw=AdamWSettings(lr=0.1)))
+    set_learning_rate(optimizers, 0.5)
+    assert {g["lr"] for g in optimizers["muon"].param_groups} == {0.1}
+    assert {g["lr"] for g in optimizers["adamw"].param_groups} == {0.05}
 
 
 def test_the_table_names_every_group_and_counts_every_parameter() -> None:

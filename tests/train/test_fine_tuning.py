@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.records import assert_same_tensors, records
-from support.running import Dtt
+from support.records import assert_same_tensors, reached, records
+from support.running import Dtt, kill_when
 from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
@@ -200,3 +202,23 @@ def test_answers_change_no_bit_of_training(dtt: Dtt, chat_tokens: Path, undistur
     assert "answer_stop_rate" in records(undisturbed, "eval")[0]
     last = records(job, "train")[-1]["step"]
     assert_same_tensors(job, undisturbed, last)
+
+
+@pytest.mark.slow
+def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
+    dtt: Dtt, chat_tokens: Path, undisturbed: Path
+) -> None:
+    job, steps = dtt.folder / "jobs/t", records(undisturbed, "train")[-1]["step"]
+    generator, killed = random.Random(0), [0]
+    while not killed[0] < steps // 2 < killed[-1] < steps:
+        if job.exists():  # too late: again from the start
+            shutil.rmtree(job)
+        killed.clear()
+        for target in (steps // 4, steps // 2 - 1, steps // 2 + 1, 3 * steps // 4):
+            process, after = dtt.start("train", *settings(chat_tokens)), generator.random() * 0.02
+            kill_when(lambda: reached(job) >= target, process, after)  # noqa: B023
+            killed.append(reached(job))
+    dtt("train", *settings(chat_tokens))
+    assert_same_tensors(undisturbed, job, steps)
+    kinds = "train", "eval", "sample"
+    assert records(job, *kinds) == records(undisturbed, *kinds)

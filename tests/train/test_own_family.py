@@ -11,7 +11,12 @@ from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
 from dtt.checkpoint import store
+from dtt.config.load import resolve
 from dtt.mesh.sharding import FullTensor
+from dtt.model.architecture import BuiltArchitecture
+from dtt.model.decoder import make_model
+from dtt.model.init import initialize
+from dtt.model.scaling import scaled
 
 EXAMPLE = ROOT / "examples/residual_values.py"
 WITHOUT_DATA = [key for key in resumed.WITHOUT_MODEL if not key.startswith("data.")]
@@ -61,6 +66,31 @@ def weights(job: Path) -> dict[str, FullTensor]:
     checkpoint = store.newest(job / "checkpoints")
     assert checkpoint is not None
     return dict(checkpoint.stored(store.MODEL))
+
+
+def built(folder: Path, text: str) -> BuiltArchitecture:
+    (folder / "mine.py").write_text(text)
+    path = folder / "run.yaml"
+    path.write_text(f"model: {{family: mine.py:ValueResiduals, {SMALL}}}\n")
+    arch = scaled(resolve(path).config, 320).arch
+    assert isinstance(arch, BuiltArchitecture)
+    return arch
+
+
+def test_initial_values_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
+    arch = built(tmp_path, EXAMPLE.read_text())
+    drawn = []
+    for seed in (0, 0, 1):
+        model = make_model(arch)
+        model.to_empty(device="cpu")
+        torch.rand(3)  # other numbers drawn before change nothing
+        initialize(model, seed)
+        drawn.append({name: tensor.detach() for name, tensor in model.named_parameters()})
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+    assert not torch.equal(drawn[0]["layers.0.up.weight"], drawn[2]["layers.0.up.weight"])
+    assert not torch.equal(drawn[0]["layers.0.up.weight"], drawn[0]["layers.1.up.weight"])
+    assert drawn[0]["head.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(drawn[0]["norm.weight"], torch.ones(32))
 
 
 MISTAKES = {

@@ -12,7 +12,7 @@ import torch
 from support import forked_runs
 from support.preference_pairs import prepare, settings
 from support.records import records
-from support.running import Dtt
+from support.running import Dtt, kill_when
 from torch import Tensor
 
 from dtt.checkpoint import store
@@ -83,6 +83,17 @@ def test_every_step_reports_the_metrics_and_counts_targets_as_tokens(prepared: P
     assert [file.path for file in manifest.files] == ["train-00000.f32", "validation-00000.f32"]
     assert (rows_of(job) <= 0).all()
     assert (rows_of(job) < 0).any(axis=1).all()
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_bits(dtt: Dtt) -> None:
+    process = dtt.start("train", *settings())
+    kill_when((dtt.folder / "jobs/t/checkpoints/step-000004").exists, process)
+    shutil.rmtree(dtt.folder / "jobs/tiny")  # the log-probabilities are in the job
+    dtt("train", "jobs/t")
+    theirs = weights(dtt.folder / "jobs/one", 8)
+    for name, value in weights(dtt.folder / "jobs/t", 8).items():
+        assert value.equal(theirs[name]), name
 
 
 @pytest.mark.slow

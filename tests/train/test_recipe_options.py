@@ -1,7 +1,8 @@
-"""Options of recipes in runs: a decay by horizon is its number, and shipped recipes learn."""
+"""Options of recipes in runs: resumed bit for bit, the same on several ranks, changed with care."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,26 @@ PRETRAIN = sorted(
     for path in (shipped_configs() / "pretrain").glob("*.yaml")
     if not path.stem.startswith("llama3-")  # these shard over at least eight processes
 )
+FP32 = {"train__precision": "fp32", "checkpoint__keep_last": 9, "optim__lr": 2e-2}
+OPTIONS = {
+    "cautious adamw": [
+        "optim.type=adamw",
+        "optim.weight_decay={value: 0.1, horizon: true, cautious: true}",
+    ],
+    "normuon": ["optim.normuon_beta2=0.9"],
+    "own rate by role": ["optim.groups=[{match: embed, lr: 3e-2}]"],
+    "muon by horizon": ["optim.weight_decay={value: 0.2, horizon: true}"],
+}
+WITHOUT = {
+    "cautious adamw": ["optim.weight_decay={value: 0.1, horizon: true}"],
+}
+"""What stands in place of the last setting of an option in a run without it; nothing for others."""
+
+
+def losses(job: Path) -> list[float]:
+    records = jsonl.read(job / "metrics.jsonl")
+    numbers = [(r["loss"], r.get("ema_loss")) for r in records if r["kind"] in ("train", "eval")]
+    return [loss for pair in numbers for loss in pair if loss is not None]
 
 
 def assert_same_state(one: Path, other: Path) -> None:
@@ -28,6 +49,20 @@ def assert_same_state(one: Path, other: Path) -> None:
     newest = [store.find(str(job)).path for job in (one, other)]
     for file in (store.rank_file(kind, 0) for kind in (store.MODEL, store.STATE)):
         assert (newest[0] / file).read_bytes() == (newest[1] / file).read_bytes(), file
+
+
+@pytest.mark.slow(except_for=["muon by horizon"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_resumed_run_equals_an_uninterrupted_one(option: str, dtt: Dtt, tiny: Settings) -> None:
+    settings = [*tiny(**FP32), *OPTIONS[option]]
+    dtt("train", *settings)
+    job, resumed = dtt.folder / "jobs/t", dtt.folder / "jobs/resumed"
+    shutil.copytree(job, resumed)
+    dtt("train", resumed, "--from-step", 4)
+    assert_same_state(job, resumed)
+    plain = [*tiny(**FP32, name="plain"), *OPTIONS[option][:-1], *WITHOUT.get(option, [])]
+    dtt("train", *plain)
+    assert losses(dtt.folder / "jobs/plain") != losses(job), "the option has no effect"
 
 
 @pytest.mark.slow

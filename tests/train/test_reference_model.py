@@ -189,3 +189,13 @@ def test_files_that_are_torn_or_of_another_key_are_not_used(
     manifest = tmp_path / ReferenceManifest.filename
     manifest.write_text(manifest.read_text()[:-10])
     assert not is_complete(tmp_path, KEY)
+
+
+def test_rows_of_another_key_are_computed_anew(dataset: Dataset, tmp_path: Path) -> None:
+    the_pass().write(dataset, tmp_path, KEY, SEQ_LEN)
+    before = (tmp_path / "train-00000.f32").read_bytes()
+    other = the_pass()
+    initialize(other.passes.module, seed=1)  # type: ignore[arg-type]
+    other.write(dataset, tmp_path, "another key", SEQ_LEN)
+    assert is_complete(tmp_path, "another key")
+    assert (tmp_path / "train-00000.f32").read_bytes() != before

@@ -106,6 +106,18 @@ def test_every_moment_belongs_to_one_part(clock: SimpleNamespace) -> None:
     assert speed.totals["other"] == 2.5
 
 
+def test_speed_is_what_was_done_since_the_last_reading(clock: SimpleNamespace) -> None:
+    speed = make()
+    for _ in range(4):
+        one_step(speed, 500)
+    clock.now += 8
+    reading = speed.read()
+    assert (reading["tokens_per_second"], reading["seconds_per_step"]) == (250.0, 2.0)
+    one_step(speed, 500)
+    clock.now += 1
+    assert speed.read()["tokens_per_second"] == 500.0
+
+
 def test_time_before_a_restart_does_not_count_for_the_speed(clock: SimpleNamespace) -> None:
     speed = make()
     one_step(speed, 10)
@@ -151,6 +163,15 @@ def test_shares_are_of_the_peak_of_bf16_and_causal_attention_is_half_of_it(
     attention = 12 * arch.n_layers * arch.n_heads * arch.head_dim * SEQ_LEN
     assert reading["mfu_causal"] == round(1 - attention / 2 / FLOPS, 4)
     assert make(torch.float32).read()["mfu"] is None
+
+
+def test_the_first_step_is_reported_with_its_excess(clock: SimpleNamespace) -> None:
+    speed = make()
+    for seconds in (9.0, 1.0, 1.0):
+        with speed.step(1, SEQ_LEN):
+            clock.now += seconds
+    assert speed.first_step() == (9.0, 8.0)
+    assert speed.steps == 3
 
 
 def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:

@@ -1,10 +1,10 @@
-"""Token ids of questions: one BOS, and what has no tokens. `test_lm_eval.py` has the rest."""
+"""Token ids of questions: the joint encoding, one BOS, truncation, and what has no tokens."""
 
 from __future__ import annotations
 
 import pytest
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.evaluate.tasks.encoding import QuestionEncoder
@@ -69,6 +69,17 @@ def test_options_are_the_continuations_or_the_contexts() -> None:
     assert schema.options == (Option(ids("a"), ids(" b")), Option(ids("xyz"), ids(" b")))
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_the_start_is_cut_off_and_a_token_of_context_remains(length: int) -> None:
+    encoder = QuestionEncoder(with_bos(), END_OF_DOCUMENT, length, "tokenizer")
+    encoded = encoder.options(question("abc", " de"))
+    [option] = encoded.options
+    whole = (BOS, *ids("abc de"))[-(length + 1) :]
+    assert (*option.context, *option.continuation) == whole
+    assert len(option.continuation) == min(3, length)
+    assert encoded.truncated == (length < 6)
+
+
 def merging() -> Tokenizer:
     """A tokenizer that joins `a` and `b`, so that `b` after `a` has no token of its own."""
     vocab = {"a": 0, "b": 1, "ab": 2, "<eod>": 3}
@@ -117,3 +128,10 @@ def test_a_prompt_leaves_room_for_the_answer() -> None:
     assert encoder.prompt_ids(Question("id", ("",), (), 0), 4) == ([BOS], False)
     with pytest.raises(ConfigError, match="no room for a prompt"):
         encoder.prompt_ids(prompt, 10)
+
+
+def test_a_pretokenizer_that_adds_a_space_adds_it_only_to_the_context() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    encoder = QuestionEncoder(tokenizer, END_OF_DOCUMENT, 64, "tokenizer")
+    assert encoder.options(question("a", "b")).options == (Option(ids(" a"), ids("b")),)

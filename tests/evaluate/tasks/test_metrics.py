@@ -16,6 +16,7 @@ from dtt.evaluate.tasks.metrics import (
     count_words,
     estimates,
     has_tie,
+    mean_stderr,
     noise,
     task_result,
 )
@@ -105,14 +106,23 @@ def test_rolling_metrics_are_totals_over_all_documents() -> None:
     }
 
 
-def test_documents_without_text_and_perplexities_that_no_float_holds_have_no_metrics() -> None:
+def test_documents_without_text_have_no_metrics() -> None:
     assert estimates("rolling", None, [document(0.0, 0, 1)] * 2) == {}
     assert "bits_per_byte" in estimates("rolling", None, [document(0.0, 0, 1), document(1, 2, 1)])
+
+
+def test_a_perplexity_that_no_float_holds_is_left_out() -> None:
     assert "word_perplexity" not in estimates("rolling", None, [document(1e4, 900, 2)])
 
 
 def test_words_are_counted_as_lm_eval_counts_them() -> None:
     assert [count_words(text) for text in ("", "a b", " a  b\nc ", "a\u00a0b")] == [1, 2, 5, 2]
+
+
+def test_the_error_of_a_mean_is_the_sample_deviation_over_the_root_of_n() -> None:
+    values = [0.0, 1.0, 1.0, 4.0]
+    assert mean_stderr(values) == pytest.approx(statistics.stdev(values) / 2)
+    assert mean_stderr([1.0]) is None
 
 
 def choices(random: np.random.Generator) -> list[AnswerRecord]:
@@ -194,6 +204,25 @@ def test_only_questions_that_both_have_answered_count() -> None:
 
 def test_without_common_questions_there_is_no_difference() -> None:
     assert compare("generation", None, generated({"a": True}), generated({"b": True})) == {}
+
+
+def test_a_difference_of_perplexities_has_the_error_of_the_paired_questions() -> None:
+    """A model whose nats are larger by a constant differs by a known factor."""
+
+    def records(shift: float) -> list[dict[str, Any]]:
+        return [
+            {"id": str(i), "gold": 0, "log_likelihoods": [-nats - shift], "greedy": [False],
+             "answer_bytes": 4}
+            for i, nats in enumerate([1.0, 2.0, 4.0])
+        ]  # fmt: skip
+
+    found = compare("cloze", None, records(0.0), records(0.1))
+    perplexity, bits = found["perplexity"], found["bits_per_byte"]
+    factor = math.exp(0.1)
+    assert perplexity.second == pytest.approx(factor * perplexity.first)
+    error = (factor - 1) * perplexity.first * math.sqrt(7 / 3 / 3)
+    assert perplexity.stderr == pytest.approx(error)
+    assert bits.stderr == pytest.approx(0.0, abs=1e-12)
 
 
 def test_noise_is_the_relative_standard_deviation() -> None:

@@ -101,6 +101,17 @@ def test_momentum_warms_up_linearly() -> None:
         torch.testing.assert_close(optimizer.state[p]["momentum"], expected)
 
 
+def test_momentum_warms_up_in_bf16() -> None:
+    config = MuonConfig(momentum=0.5, momentum_warmup=4)
+    wide, narrow = weights([(16, 8)]), [nn.Parameter(p.bfloat16()) for p in weights([(16, 8)])]
+    for params, dtype in ((wide, torch.float32), (narrow, torch.bfloat16)):
+        optimizer = Muon(params, config, torch.float32)
+        for step in range(3):
+            params[0].grad = random(16, 8, seed=step).to(dtype)
+            optimizer.step()
+    torch.testing.assert_close(narrow[0].float(), wide[0].detach(), atol=0.02, rtol=0.01)
+
+
 def test_cautious_decay_takes_only_from_weights_that_the_step_makes_smaller() -> None:
     def trained(**settings: Any) -> Tensor:
         params = weights([(16, 8)])
@@ -204,6 +215,17 @@ def test_a_skipped_step_changes_no_bit_of_state_or_of_the_next_step(
     train(optimizer, params, range(2, 4))
     train(undisturbed, others, range(2, 4))
     assert state(optimizer, params) == state(undisturbed, others)
+
+
+def test_a_skipped_first_step_has_no_effect() -> None:
+    params, others = weights(SHAPES), weights(SHAPES)
+    optimizer = Muon(params, EVERYTHING, torch.float32)
+    optimizer.found_inf = torch.ones(())
+    train(optimizer, params, range(1))
+    optimizer.found_inf = torch.zeros(())
+    train(optimizer, params, range(2))
+    train(Muon(others, EVERYTHING, torch.float32), others, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 @pytest.mark.parametrize("config", [MuonConfig(), EVERYTHING], ids=["default", "everything"])

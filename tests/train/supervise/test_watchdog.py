@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -184,6 +185,30 @@ def test_only_later_steps_have_a_time_limit(job: JobDir) -> None:
     assert ending(job)["reason"] in run.stderr
 
 
+def test_heartbeats_continue_while_the_main_thread_is_in_native_code(job: JobDir) -> None:
+    native = ctypes.CDLL(None)
+    times, awake = set(), threading.Event()
+
+    def wake() -> None:
+        """End the main thread's sleep after some beats."""
+        wait_until(lambda: len(times) > 3 or times.add(heartbeat(job)["time"]))
+        while not awake.wait(0.1):  # a signal before the sleep interrupts nothing
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with watch(job, hang_seconds=None):
+            wait_until(job.heartbeat.exists)
+            waker = threading.Thread(target=wake)
+            waker.start()
+            assert native.usleep(ctypes.c_uint(60_000_000)) == -1  # it was interrupted
+            awake.set()
+            waker.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(times) > 3
+
+
 def test_the_heartbeat_records_what_the_run_does(job: JobDir) -> None:
     began = time.time()
     with watch(job, Ranks(0, 4), hang_seconds=0) as dog:
@@ -204,6 +229,12 @@ def test_the_heartbeat_records_what_the_run_does(job: JobDir) -> None:
         "node": os.uname().nodename, "pid": os.getpid(),
     }  # fmt: skip
     assert not list(job.root.glob(".heartbeat*"))
+
+
+def test_only_rank_0_writes_a_heartbeat(job: JobDir) -> None:
+    with watch(job, Ranks(1, 2)):
+        pass
+    assert not job.heartbeat.exists()
 
 
 def test_a_failed_heartbeat_write_does_not_end_the_watchdog(job: JobDir) -> None:
