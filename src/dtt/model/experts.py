@@ -220,8 +220,6 @@ class MixtureMLP(nn.Module):
         routing = self.router(x_ND)
         aux: dict[str, Tensor] = {}
         load_E = None
-        # Before the experts: when a block is recomputed for its backward pass, what follows the
-        # last product of the experts then keeps nothing, and rows need not travel back once more.
         if counted_BT is not None:
             experts_BTK = routing.experts_NK.view(*counted_BT.shape, -1)
             load_BE = load(experts_BTK, self.router.mixture.experts, counted_BT)

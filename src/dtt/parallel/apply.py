@@ -83,7 +83,8 @@ def apply(
         log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
         log.info("the first step also compiles the model, which may take minutes")
-        # torch 2.13 hangs when it compiles a block that is recomputed with its collectives.
+        # torch 2.13 did not finish in five minutes when it compiled a block that is recomputed with
+        # its collectives (two ranks of Gloo).
         in_parts = layout.sizes.tensor > 1 and remat == "full"
         compile_each_block(model, apart=apart, in_parts=in_parts)
         # Uncompiled on a CPU, where blocks of logits stay in the cache.
