@@ -34,6 +34,17 @@ def test_two_ranks_agree_and_share() -> None:
     assert first == second == expected
 
 
+def largest(world: World) -> list[list[int]]:
+    """What this rank gets if each rank in turn has the largest of three values."""
+    owners = range(world.size)
+    return [world.maxima(-world.rank, 7 * (world.rank == owner), owner) for owner in owners]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_maximum_is_that_of_every_rank(ranks: int) -> None:
+    assert on_ranks(ranks, largest) == [[[0, 7, owner] for owner in range(ranks)]] * ranks
+
+
 def meet(world: World, folder: Path) -> list[str]:
     """What this rank sees after the barrier; the second rank is late."""
     if not world.first:
