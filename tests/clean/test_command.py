@@ -122,8 +122,10 @@ def test_unreadable_documents_are_skipped_and_have_no_number(dtt: Dtt, tmp_path:
     rows = pq.read_table(tmp_path / facts["selection"] / "00000.removed.parquet").to_pylist()
     twin = {"document": 2, "reason": "exact", "rule": "", "twin_unit": 0, "twin": 0, "score": None}
     assert rows == [twin]
-    stop = ("clean.near.threshold=0.9", "tokenize.on_bad_document=stop")
-    assert "a.jsonl:2" in dtt("clean", "-d", "a.jsonl", *stop, expect=65).stderr
+    # Of another selection, and of the one that is finished.
+    for stop in (("clean.near.threshold=0.9",), ("clean.exact=true",)):
+        options = (*stop, "tokenize.on_bad_document=stop")
+        assert "a.jsonl:2" in dtt("clean", "-d", "a.jsonl", *options, expect=65).stderr
 
 
 def test_a_job_without_a_section_is_not_submitted(dtt: Dtt, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered
 from support.corpora import json_lines
@@ -216,6 +217,28 @@ def test_every_shipped_task_can_be_read_without_its_prompt() -> None:
         assert all(why.startswith("does not apply") for why in problems), task.name
 
 
+def test_lambada_and_the_novels_share_four_passages_of_one_novel(
+    shared: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lambada.yaml").write_text(
+        f"data: {{file: {shared / 'data/eval/lambada_openai.jsonl'}}}\n"
+        'type: cloze\nprompt: "{context}"\nanswer: "{continuation}"\n'
+    )
+    cfg = DecontaminateConfig(tasks=(str(tmp_path / "lambada.yaml"),))
+    tasks = open_task_ngrams(cfg, tmp_path / "data")
+    parts, texts = [], []
+    for path in sorted((shared / "data/novels").glob("*.parquet")):
+        table = pq.read_table(path, columns=["id", "text"])
+        parts += table["id"].to_pylist()
+        texts += table["text"].to_pylist()
+    found = zip(parts, verdicts(tasks, texts), strict=True)
+    assert {part: removal.rule for part, removal in found if removal} == {
+        "Doyle_Hound_1902/0000": "lambada 1934",
+        "Doyle_Hound_1902/0006": "lambada 3453",
+        "Doyle_Hound_1902/0011": "lambada 2814, lambada 3934",
+    }
+
+
 def test_changed_data_of_a_task_are_noticed(tmp_path: Path) -> None:
     question, task = tmp_path / "t.jsonl", tmp_path / "t.yaml"
     settings = ("clean.exact=true", f"clean.decontaminate.tasks=[{task}]")
@@ -235,6 +258,7 @@ def test_changed_data_of_a_task_are_noticed(tmp_path: Path) -> None:
     assert removed(texts[5]) == [5]
     task.write_text(task.read_text().replace("{text}", "{other}"))
     assert removed(texts[5]) == [7]
+    assert len([*corpus.folder.glob("selection-*/.work/unit-*.json")]) == 1
     # Tokenizing finds it without the data of the task.
     question.unlink()
     cleaned = Corpus(corpus.folder, clean=corpus.config(*settings).clean)

@@ -100,6 +100,7 @@ def plan_of(case: Case, world: World) -> RunPlan:
         parameters=count.parameters(case.model),
         precision=case.precision,
         compile=case.compiled,
+        reduce_each=case.reduces_each,
         attention=attention_backend.describe(
             case.model, world.device, cfg.train.seq_len, cfg.separates_documents
         ),

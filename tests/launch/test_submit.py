@@ -393,10 +393,7 @@ def test_the_other_commands_have_directories_of_their_own(dtt: Dtt, slurm: dict[
         dtt(command, "-c", f"jobs/n-{command}/config.yaml")
         script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
         [pattern] = re.findall("--progress='(.*)'", script)
-        if command == "tokenize":
-            assert len(list(dtt.folder.glob(pattern))) > 0
-        else:  # a finished selection keeps no steps
-            assert pattern == "data/corpus/books/selection-*/.work/*.json"
+        assert len(list(dtt.folder.glob(pattern))) > 0
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.library_types import HEADS, JOINED, SIZES, TYPES, built, exact, ids, initialized
+from support.quantized import rounded
 
 from dtt.base.errors import DttError
 from dtt.base.ranks import Ranks
@@ -25,7 +26,6 @@ from dtt.model.init import initialize
 from dtt.model.library.family import TransformersFamily
 from dtt.model.library.model import LibraryModel
 from dtt.model.lora import attach
-from dtt.model.nf4 import rounded
 from dtt.model.output import Output
 from dtt.train.warm_start import take_base
 

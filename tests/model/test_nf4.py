@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support.bitsandbytes_values import of_bitsandbytes
+from support.quantized import rounded
 from support.tiny_architectures import tiny_architecture
 
 from dtt.base.errors import ConfigError
 from dtt.config.adapter import LoraConfig
 from dtt.model.decoder import Decoder
 from dtt.model.lora import attach
-from dtt.model.nf4 import Nf4Linear, rounded
+from dtt.model.nf4 import Nf4Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -134,8 +134,7 @@ def test_a_base_in_4_bits_resumes_on_another_layout_and_goes_to_peft(dtt: Dtt) -
     assert all(tensor.equal(tensors(job)[name]) for name, tensor in before.items())
     forked_runs.run(dtt, "train", "jobs/on-two", "parallel.shard=2", ranks=2)
     assert losses(dtt.folder / "jobs/on-two") == pytest.approx(whole, abs=1e-5)
-    said = dtt("export", "jobs/q", "export.dtype=fp32").stderr
-    assert "differ from those of the base in 4 bits by at most" in said
+    dtt("export", "jobs/q", "export.dtype=fp32")
     dtt("export", "jobs/q", "--adapter")
     cfg = LoraConfig.model_validate({**load_job(job).adapter.model_dump(), "base": "nf4"})
     base = read_hf_folder(dtt.folder / "exports/base")

@@ -37,7 +37,7 @@ from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
 from dtt.clean.pairs import FIRST_FEW, PARTITION_ENTRIES, DocumentOrder, find_pairs
 from dtt.clean.selection_page import FILENAME, write_page
-from dtt.clean.steps import OPEN_FILES, Steps, tidy
+from dtt.clean.steps import OPEN_FILES, Steps, have_unread, tidy
 from dtt.clean.unit_pass import PlacedUnit, columns_of, make_filters, pass_one
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
@@ -114,11 +114,13 @@ def clean(cfg: RunConfig, comm: Comm) -> Cleaned | None:
             tasks = open_task_ngrams(section.decontaminate, cfg.eval.data)
             tasks_hash = tasks.sha256
         key = selection_parts(section, corpus.manifest)
-        finished = _finished(out, key, tasks_hash) if first else None
+        finished = _finished(cfg, out, key, tasks_hash) if first else None
         if comm.broadcast(finished is not None):
             if finished is None:
                 return None  # another rank than the first
-            tidy(out, finished=True)
+            if not (out / FILENAME).exists():
+                tidy(out)
+                write_page(corpus, out, finished)
             return Cleaned(out, finished, 0)
         filters = make_filters(section)  # before the key of the steps, with a version of py3langid
         if first and tasks is not None:
@@ -130,7 +132,7 @@ def clean(cfg: RunConfig, comm: Comm) -> Cleaned | None:
             check_columns(corpus, columns_of(filters))
             for name in (SelectionManifest.filename, FILENAME):
                 (out / name).unlink(missing_ok=True)
-            tidy(out, finished=False)
+            tidy(out)
         comm.barrier()
         done = _pass_one(cfg, units, filters, tasks, steps)
         order = DocumentOrder(units, steps)
@@ -147,9 +149,10 @@ def clean(cfg: RunConfig, comm: Comm) -> Cleaned | None:
             unit_bytes=corpus.unit_bytes(),
             units=tuple(removed),
         )
-        write_page(corpus, out, manifest)
+        # Before the manifest: with it, the folder is complete, and is not tidied again.
+        tidy(out, {unit.step for unit in order.units})
         write_atomically(out / SelectionManifest.filename, manifest.dump())
-        tidy(out, finished=True)
+        write_page(corpus, out, manifest)
         comm.barrier()
         problems = tuple(line for facts in order.facts for line in facts["problems"])
         return Cleaned(out, manifest, done, problems, sum(f["unread"] for f in order.facts))
@@ -188,7 +191,9 @@ def _key_of_steps(
     return fingerprint([key, tasks, language, sizes, constants])
 
 
-def _finished(out: Path, key: dict[str, Any], tasks: str | None) -> SelectionManifest | None:
+def _finished(
+    cfg: RunConfig, out: Path, key: dict[str, Any], tasks: str | None
+) -> SelectionManifest | None:
     """Return the manifest if the selection is complete, of these tasks, and its files are sound."""
     try:
         manifest = SelectionManifest.read(out)
@@ -204,6 +209,8 @@ def _finished(out: Path, key: dict[str, Any], tasks: str | None) -> SelectionMan
         if unit.sha256 is not None and not has_sha256(path, unit.sha256):
             log.info("made again, as it is damaged or missing: %s", path)
             return None
+    if cfg.tokenize.on_bad_document == "stop" and have_unread(out):
+        return None  # it was made with `skip`: pass 1 reads these units again, and stops
     return manifest
 
 

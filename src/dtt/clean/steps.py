@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,14 +133,25 @@ def _marker(path: Path) -> StepMarker | None:
         return None
 
 
-def tidy(selection: Path, *, finished: bool) -> None:
+def have_unread(selection: Path) -> bool:
+    """Return True if a finished step has left out documents that cannot be read."""
+    markers = map(_marker, (selection / SelectionManifest.work).glob("*.json"))
+    return any(marker.facts.get("unread") for marker in markers if marker is not None)
+
+
+def tidy(selection: Path, kept: Collection[str] | None = None) -> None:
     """Remove leftovers of killed processes from the folder of a selection.
 
-    Of a `finished` one, remove all steps, too: their files are larger than the corpus.
+    With `kept`, also remove all other steps than these. Of a finished selection, those of pass 1
+    are kept, as they take the longest: a damaged selection is made again without the corpus being
+    read. The files of the others are about as large as the corpus.
     """
-    work = selection / SelectionManifest.work
-    for path in (*work.glob("*" if finished else ".*.tmp"), *selection.glob(".*.tmp")):
-        if path.is_file():
+    for path in (*(selection / SelectionManifest.work).glob("*"), *selection.glob(".*.tmp")):
+        if path.name.startswith("."):
+            gone = path.suffix == ".tmp"
+        else:
+            gone = kept is not None and path.stem not in kept
+        if gone and path.is_file():
             path.unlink(missing_ok=True)
 
 

@@ -229,6 +229,8 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
 
     if path.suffix == ".toml":  # some of it would be read as YAML
         raise ConfigError(f"{path} is TOML", next="write it as YAML or JSON, which dtt reads")
+    if path.suffix == ".py":  # a sweep file could be Python
+        raise ConfigError(f"{path} is Python", next="write it as YAML or JSON, or call dtt.train")
 
     def origin(node: yaml.Node) -> str:
         return f"{path}:{node.start_mark.line + 1}"

@@ -229,8 +229,8 @@ def _kept_gradients(case: Case) -> int:
     """Return the bytes of gradients held before the last backward pass of a step.
 
     They are the sums over earlier micro-batches. FSDP2 keeps them unsharded until the last one,
-    unless `parallel.reduce=each`. DDP's buckets are allocated all the time, and hold no gradients
-    before the last micro-batch.
+    unless they are reduced after each (`Case.reduces_each`). DDP's buckets are allocated all the
+    time, and hold no gradients before the last micro-batch.
     """
     if case.keeps_whole_gradients:
         return _whole(case, case.trained)

@@ -149,7 +149,7 @@ class Requests:
     ) -> AgreedRequest:
         """Return the action that all ranks take after `step`; all ranks call it together.
 
-        `failed` is True if this rank's last save has failed. The same all-reduce shares two more
+        `failed` is True if this rank's last save has failed. The same messages share two more
         values: `end`, the step that rank 0 proposes to end the run with (0: no change; other ranks
         pass 0), and `uncompiled`, True if this rank has failed to compile.
         """

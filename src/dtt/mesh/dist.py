@@ -76,7 +76,7 @@ class World:
             received = largest.clone()
             sent = dist.isend(largest, (self.rank + distance) % self.size, self.control)
             dist.recv(received, (self.rank - distance) % self.size, self.control)
-            assert sent is not None  # it is for a rank outside of the group
+            assert sent is not None  # None only for a rank outside of the group
             sent.wait()
             largest = torch.maximum(largest, received)
             distance *= 2

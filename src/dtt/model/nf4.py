@@ -97,11 +97,6 @@ def dequantize(matrix: Quantized, pairs: Tensor, levels: Tensor, dtype: torch.dt
     return weights.mul_(scales).to(dtype).view(len(matrix.codes), -1)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Return a matrix with the values that it has after quantisation."""
-    return dequantize(quantize(weight), pair_levels(), scale_levels(), weight.dtype)
-
-
 class _Product(torch.autograd.Function):
     """W x + b, which keeps 4 bits of each weight for the backward pass instead of 16."""
 

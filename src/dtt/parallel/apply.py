@@ -109,10 +109,10 @@ def apply(
 def compile_each_block(model: Model, *, apart: bool = False, in_parts: bool = False) -> None:
     """Compile each block (`model.layers`) when it is first called, in place.
 
-    With `in_parts`, only what is before the MLP is compiled: the recomputation of a compiled MLP
-    could not leave out its last product. So it is where experts are sharded `apart`, with the
-    router and what the experts compute: a graph would break at the exchange of rows, and in the
-    hooks of FSDP2 around it.
+    With `in_parts`, only `attend` is compiled, which is all before the MLP: the recomputation of a
+    compiled MLP could not leave out its last product. Of blocks whose experts are sharded `apart`,
+    `attend`, the router and `Experts.compute` are compiled: a graph would break at the exchange of
+    rows, and in the hooks of FSDP2 around it.
 
     All blocks share one compilation per shape, of both passes, which is much faster than compiling
     the whole model; the compiled code is hardly slower. Shapes stay static: a smaller last batch of

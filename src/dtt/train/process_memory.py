@@ -105,7 +105,7 @@ def reduces_each(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, memory: in
     `memory` is that of a device, in bytes.
     """
     # A rule that needs no estimate of activations. It chooses as the shipped runs of 8B, 20B and
-    # 70B do, whose whole gradients take 33, 84 and 5 % of 80 GiB. Of experts that ranks share it
+    # 70B do, whose whole gradients take 37, 97 and 10 % of 80 GiB. Of experts that ranks share it
     # counts all.
     trained = adapter_weights(cfg.adapter, arch) or count.parameters(arch)
     whole = torch.float32.itemsize * trained // (sizes.tensor * sizes.pipeline)

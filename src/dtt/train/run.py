@@ -312,6 +312,9 @@ def build_and_train(
     with Watchdog(
         job, world.ranks, start.plan.steps, attempt=attempt.number, hang_seconds=hang_seconds
     ) as watchdog:
+        # Ranks whose devices differ in memory would otherwise call other collectives, and wait.
+        each = bool(world.maximum(start.plan.reduce_each))
+        start = replace(start, plan=replace(start.plan, reduce_each=each))
         inputs = _with_checkpoint(start, attempt, world, watchdog)
         if world.first:
             # An error here ends rank 0; the others report PeerLost with its reason.

@@ -36,7 +36,8 @@ class RunPlan:
     precision: Precision
     compile: bool
     reduce_each: bool
-    """If True, sharded gradients are reduced after each micro-batch."""
+    """If True, sharded gradients are reduced after each micro-batch. Each rank plans by the memory
+    of its own device; they agree before the model is built."""
     attention: str
     """The attention backend, in words."""
     tokens: int
@@ -78,10 +79,12 @@ class RunPlan:
     def describe(self, world: World) -> str:
         """Return a summary of a few lines for the start of the log."""
         mesh = self.sizes.describe()
+        how = ", compiled" if self.compile else ""
+        if self.reduce_each and self.sizes.sharded:
+            how += ", gradients reduced after each micro-batch"
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
-            f"{world.size} x {world.device.type}{f' ({mesh})' if mesh else ''}"
-            f"{', compiled' if self.compile else ''}\n"
+            f"{world.size} x {world.device.type}{f' ({mesh})' if mesh else ''}{how}\n"
             f"  {'at most ' if self.schedule.waits else ''}{self.steps} steps of {self.step_size}: "
             f"{self.tokens / 1e6:.1f}M tokens, {self.tokens / self.parameters:.1f} per parameter\n"
             f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"

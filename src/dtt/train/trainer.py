@@ -200,7 +200,7 @@ class Trainer(Run):
         """Act on what any rank requests before the next step, and return it; the caller stops."""
         step, meter = self.position.step, self.meter
         requests, saver = self.attempt.requests, self.saver
-        # In the same all-reduce as stop requests, so a time budget costs no message of its own.
+        # In the same messages as stop requests, so a time budget costs no message of its own.
         end = self.schedule.proposed_end(step, meter.worked(), meter.pauses)
         agreed = requests.agreed(self.world, step, saver.failed, end, bool(compiler.failure))
         if agreed.uncompiled:

@@ -71,8 +71,9 @@ function goodputSection(runs) {
 function timeline(run) {
   const attempts = run.clock.attempts.filter((a) => Number.isFinite(a.began));
   if (!attempts.length) return null;
-  const saves = (run.checkpoints?.items ?? []).filter((c) => Number.isFinite(c.time));
   const first = Math.min(...attempts.map((a) => a.began));
+  // Those of a branch's parent are older than its first attempt.
+  const saves = (run.checkpoints?.items ?? []).filter((c) => c.time >= first);
   const ends = attempts.map((a) => a.began + (a.seconds ?? 0));
   const end = Math.max(...ends, ...saves.map((c) => c.time), first + 1);
   const place = (moment) => `${(100 * (moment - first)) / (end - first)}%`;
