@@ -333,9 +333,11 @@ def experts(session: Session) -> None:
         keys = {name: shape[name] for name in ModelConfig.model_fields if name in shape}
         config = ModelConfig.model_validate(keys)
         arch = families.get(shape["family"]).architecture(config, 512, shape["seq_len"])
+        mixture = arch.mixture_of(0)
+        assert mixture is not None
         torch.manual_seed(0)
         with session.device:
-            mlp = MixtureMLP(arch, arch.mixture_of(0)).to(session.dtype)
+            mlp = MixtureMLP(arch, mixture).to(session.dtype)
             for weight in mlp.parameters():
                 torch.nn.init.normal_(weight, std=0.02)
             size = shape["batch"], shape["seq_len"], arch.dim
