@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from dtt.base.errors import ConfigError
 from dtt.config import explain
 from dtt.config.layers import Leaf, from_arguments, from_environment, from_mapping, read_file
 from dtt.config.load import resolve
@@ -153,12 +154,10 @@ def test_the_base_of_a_sweep_takes_free_names_whole(tmp_path: Path) -> None:
 
     keys = "{adapter: {type: lora, rank_pattern: {mlp.down: 3}}, optim.type: adamw, init.from: a}"
     (tmp_path / "a.yaml").write_text(f"base: {keys}\nparameters: {{optim: {{lr: [0.1]}}}}\n")
-    (tmp_path / "b.py").write_text(
-        "sweep = {'base': {'adapter.type': 'lora', 'adapter': {'rank_pattern': {'mlp.down': 3}},"
-        "'optim.type': 'adamw', 'init.from': 'a'}, 'parameters': {'optim.lr': [0.1]}}\n"
-    )
-    for name in ("a.yaml", "b.py"):
-        found = sweep.read(tmp_path / name)
-        [values] = sweep.combinations(found.sweep)
-        adapter = found.resolve(values, "a/1").config.adapter
-        assert adapter.rank_pattern == {"mlp.down": 3}  # type: ignore[union-attr]
+    found = sweep.read(tmp_path / "a.yaml")
+    [values] = sweep.combinations(found.sweep)
+    adapter = found.resolve(values, "a/1").config.adapter
+    assert adapter.rank_pattern == {"mlp.down": 3}  # type: ignore[union-attr]
+    (tmp_path / "b.py").write_text("sweep = {}\n")
+    with pytest.raises(ConfigError, match="is Python"):
+        sweep.read(tmp_path / "b.py")

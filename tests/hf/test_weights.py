@@ -88,8 +88,9 @@ def test_bf16_weights_give_the_bf16_logits_of_transformers_up_to_rounding(
     got, expected = model.bfloat16()(TOKENS), theirs.bfloat16()(TOKENS).logits
     assert got.dtype == expected.dtype == torch.bfloat16
     error, allowed = (got - exact).abs().mean(), (expected - exact).abs().mean()
-    # A score that is rounded may choose another expert, here or there.
-    assert error <= (1.1 if trained.arch.mixture is None else 1.5) * allowed
+    # A score that is rounded may choose another expert, here or there; and dtt weights before the
+    # last product of an expert, transformers after it.
+    assert error <= (1.1 if trained.arch.mixture is None else 2.0) * allowed
 
 
 @torch.no_grad()
