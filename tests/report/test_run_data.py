@@ -18,6 +18,7 @@ from support.report_jobs import (
 )
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import ExportManifest
 from dtt.config.load import load_job
 from dtt.jobs.clock import goodput
 from dtt.jobs.job_state import examine
@@ -46,6 +47,25 @@ def test_the_verdict_has_the_reason_and_the_command_to_type_next(tmp_path: Path)
     assert verdict["next"] == "free some space"
 
 
+def test_the_next_command_after_an_export_uses_the_exported_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = write_finished_job(tmp_path)
+    cfg, steps = load_job(root), SyntheticRun().steps
+    manifest = ExportManifest(
+        job=cfg.name, step=steps - 50, checkpoint_sha256="0", dtype="bf16", parameters=1,
+        max_logit_difference=0.0, files=(),
+    )  # fmt: skip
+    for step, command in ((steps - 50, f"dtt export {root}"),
+                          (steps, f"dtt generate -p TEXT exports/{cfg.name}")):  # fmt: skip
+        folder = tmp_path / "exports" / cfg.name
+        folder.mkdir(parents=True, exist_ok=True)
+        content = manifest.model_copy(update={"step": step}).dump()
+        (folder / manifest.filename).write_text(content)
+        assert read(root)["verdict"]["next"] == command  # type: ignore[index]
+
+
 def test_the_axis_of_flops_counts_every_token_that_was_computed(tmp_path: Path) -> None:
     """The synthetic records have targets of their own, as of conversations."""
     root = write_finished_job(tmp_path)
@@ -63,7 +83,6 @@ def test_the_command_to_resume_a_job_that_was_killed_is_safe_to_paste(tmp_path: 
     assert isinstance(verdict, dict)
     assert (verdict["state"], verdict["mood"]) == ("lost", "bad")
     assert verdict["next"] == f"dtt job resume '{root}'"
-    assert read(write_finished_job(tmp_path))["verdict"]["next"].startswith("dtt export ")  # type: ignore[index]
 
 
 def test_attempts_and_goodput_are_those_of_the_clocks(tmp_path: Path) -> None:

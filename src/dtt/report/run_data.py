@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import DataManifest
+from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.reading import Kind, fits, is_kind, read_record, read_small, tolerant
 from dtt.base.secrets import redacted
@@ -143,14 +143,24 @@ def verdict(status: Status) -> dict[str, Any]:
 
 
 def _next_command(status: Status) -> str:
+    job = status.job
     if status.state is State.DONE:
-        command = ["export"]
+        command = ["export", str(job.root)]
+        try:
+            cfg = load_job(job.root)
+            folder = Path("exports") / cfg.name
+            exported = ExportManifest.read(folder)
+            if (exported.job, exported.step) == (cfg.name, status.files.step):
+                does = ["chat"] if job.chat_template.is_file() else ["generate", "-p", "TEXT"]
+                command = [*does, str(folder)]
+        except DttError:
+            pass  # there is no export, or the configuration cannot be read
     elif status.alive or status.queued:
-        command = ["job", "status"]
+        command = ["job", "status", str(job.root)]
     else:
         # It prints the command, or submits the job again.
-        command = ["job", "resume"]
-    return shlex.join(["dtt", *command, str(status.job.root)])
+        command = ["job", "resume", str(job.root)]
+    return shlex.join(["dtt", *command])
 
 
 def name_of(job: JobDir, cfg: RunConfig | None) -> str:
