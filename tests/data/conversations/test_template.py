@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.data import ChatConfig, GivenTokenizerConfig
+from dtt.data.conversations import sandbox
 from dtt.data.conversations.dialects import parse_prompt, parse_row
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.conversations.rows import Conversation, RefusedRow
@@ -184,7 +185,10 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_would_never_end_is_refused(name: str) -> None:
+def test_a_template_that_would_never_end_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 1.0)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises((InputError, RefusedRow), match=r"takes too much|recurses too deeply"):
         ChatTemplate(ENDLESS[name]).render(HELLO)
@@ -200,14 +204,32 @@ def test_powers_are_refused_by_name_also_where_they_are_not_reached() -> None:
     assert "t.jinja:2" in str(failed.value)
 
 
+def test_no_pause_of_the_machine_decides_over_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks of a virtual machine that is stopped for a moment go on."""
+    template = ChatTemplate(CHATML)
+    expected = template.render(HELLO)
+
+    def pause(seconds: float) -> None:
+        """Let this much time pass between the first reading of the clock and the others."""
+        times = iter([0.0])
+        monkeypatch.setattr(sandbox, "thread_time", lambda: next(times, seconds))
+
+    for _ in range(COSTLY_SHARE):
+        pause(20)
+        assert template.render(HELLO) == expected
+    pause(40)
+    with pytest.raises(RefusedRow, match="more than 30 s"):
+        template.render(HELLO)
+
+
 def test_a_large_row_is_refused_and_a_template_that_refuses_many_ends_the_run() -> None:
     template = ChatTemplate(
-        "{% if messages[0].content == 'many' %}" + ENDLESS["sums"] + "{% endif %}a"
+        "{% if messages[0].content == 'many' %}" + ENDLESS["loops"] + "{% endif %}a"
     )
     many = parse_prompt({"prompt": "many"})
     for _ in range(COSTLY_SHARE):
         template.render(HELLO)
-    with pytest.raises(RefusedRow, match="more than 1 s"):
+    with pytest.raises(RefusedRow, match="more than 2,000,000 steps"):
         template.render(many)
     with pytest.raises(InputError, match="the chat template takes too much time or memory"):
         template.render(many)

@@ -25,12 +25,18 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 
-MAX_SECONDS = 1.0
+MAX_STEPS = 2_000_000
+"""Maximum number of turns of loops and of calls in one render, which usually takes a hundred.
+
+A number of steps, because a limit in seconds is reached by other rows on another machine: with 1 s
+of CPU time, one of many runs of a test on a busy machine lost a row (a collection of garbage and
+the pauses of a virtual machine count too), and a user would have got other token files.
+"""
+MAX_SECONDS = 30.0
 """Maximum CPU time of one render, which usually takes 0.1 ms.
 
-CPU time, because wall-clock time would refuse rows on a machine that swaps or is suspended. It is
-read at each turn of a loop and at each call, which ends whatever a mistake in a template can do. To
-count the work of each filter, comparison and assignment as well, so that one hostile step of C code
+It ends what a few steps of C code can do, such as 90,000 sums of 90,000 numbers. It is read at each
+step. To count the work of each filter, comparison and assignment as well, so that one hostile step
 (a comparison of lists that contain each other 2^90 times) ends, took 190 lines.
 """
 MAX_CHARS = 1 << 24
@@ -42,9 +48,9 @@ It is address space, of which each thread that starts meanwhile reserves 128 MB 
 512 MB, a few of them ended a render without a fault of its template."""
 
 PAGE = resource.getpagesize()
-DEADLINE = "dtt deadline"
-"""Context variable: when the thread must have rendered. With a space in its name, no template can
-refer to it."""
+WORK = "dtt work"
+"""Context variable: the `Work` of the render. With a space in its name, no template can refer to
+it."""
 MAX_EXPONENT = 64
 MAX_BITS = 1 << 16
 """Maximum size of a product of integers. Larger ones take minutes, in one uninterruptible step."""
@@ -60,6 +66,15 @@ MARKS = re.compile("[\ufdd0-\ufdef]")
 
 class TooCostly(TemplateError):
     """A render takes too much work, so that the template would not end in useful time."""
+
+
+class Work:
+    """The steps that a render has taken, and the CPU time of the thread at which it must end."""
+
+    __slots__ = ("deadline", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self.deadline = 0, thread_time() + MAX_SECONDS
 
 
 class _MemoryLimit:
@@ -149,10 +164,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
         # A filter is called directly, which is faster than a function. With a space in its name, no
         # template can use it.
-        self.filters["dtt turn"] = _check_time
+        self.filters["dtt turn"] = _count_step
 
     def compile_template(self, text: str) -> Template:
-        """Compile a template whose loops check the time. Raises TemplateSyntaxError."""
+        """Compile a template whose loops count their turns. Raises TemplateSyntaxError."""
         tree = self.parse(text)
         for power in tree.find_all(nodes.Pow):
             exponent = power.right.value if isinstance(power.right, nodes.Const) else None
@@ -171,7 +186,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method or a function."""
-        _check_time(context)
+        _count_step(context)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -214,8 +229,12 @@ DICT_ATTRIBUTES = frozenset(dir({}))
 
 
 @pass_context
-def _check_time(context: Context, text: str = "") -> str:
-    """Raise TooCostly after the deadline of a render; return the text."""
-    if thread_time() > context.parent[DEADLINE]:
+def _count_step(context: Context, text: str = "") -> str:
+    """Raise TooCostly if a render takes too many steps or too long; return the text."""
+    work = context.parent[WORK]
+    work.steps += 1
+    if work.steps > MAX_STEPS:
+        raise TooCostly(f"the template takes more than {MAX_STEPS:,} steps")
+    if thread_time() > work.deadline:
         raise TooCostly(f"the template takes more than {MAX_SECONDS:g} s")
     return text

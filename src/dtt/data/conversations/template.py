@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from time import thread_time
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -17,13 +16,7 @@ from jinja2 import TemplateSyntaxError
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import (
-    DEADLINE,
-    MAX_SECONDS,
-    Sandbox,
-    TooCostly,
-    memory_limit,
-)
+from dtt.data.conversations.sandbox import WORK, Sandbox, TooCostly, Work, memory_limit
 from dtt.data.text.side_files import object_beside
 
 CHATML = """\
@@ -153,7 +146,7 @@ class ChatTemplate:
             "tools": conversation.tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            DEADLINE: thread_time() + MAX_SECONDS,
+            WORK: Work(),
         }
         try:
             context = self._template.new_context(variables)
@@ -162,7 +155,7 @@ class ChatTemplate:
         except RecursionError:
             raise RefusedRow("the chat template recurses too deeply") from None
         except (TooCostly, MemoryError) as error:
-            # A row may be large, but if many take a second each and yield nothing, no run would
+            # A row may be large, but if many take seconds each and yield nothing, no run would
             # end.
             self._costly += 1
             why = str(error) or "it needs too much memory"
