@@ -616,6 +616,41 @@ def start(session: Session) -> None:
         figures["draw and copy, s"] = time.perf_counter() - begun
 
 
+def fp8_gather(session: Session) -> None:
+    """Measure what FSDP2 does around an all-gather in fp8, for the matrices of a block of 8B.
+
+    The rank of eight packs its rows, and unpacks those of all.
+    """
+    from types import SimpleNamespace
+
+    from train_gpu import LLAMA_8B
+
+    from dtt.model.linear import Linear
+    from dtt.parallel import fp8
+
+    shape: dict[str, Any] = {"dim": 64, "ffn_dim": 128} if session.tiny else {**LLAMA_8B}
+    dim, wide = shape["dim"], shape["ffn_dim"]
+    policy: Any = SimpleNamespace(param_dtype=torch.bfloat16)
+    for inputs, outputs in ((dim, dim), (dim, wide), (wide, dim)):
+        with session.part(f"{inputs} to {outputs}") as figures, session.device:
+            layer, weight = Linear(inputs, outputs // 8, bias=False), torch.empty(outputs, inputs)
+            torch.nn.init.normal_(layer.weight, std=0.02)
+            weight = weight.to(torch.bfloat16)
+            unused: Any = None
+            pack = partial(fp8._pack, unused, unused, unused, layer, policy)  # noqa: SLF001
+            (values, scales), _ = pack()
+
+            def unpack(values: Tensor, scales: Tensor, weight: Tensor) -> None:
+                gathered = values.repeat(8, 1), scales.repeat(8, 1)
+                fp8._unpack(gathered, None, weight.dtype, out=weight)  # noqa: SLF001
+
+            runs = 1 if session.tiny else 20
+            figures["pack, ms"] = 1e3 * seconds(session.device, pack, runs)
+            work = partial(unpack, values, scales, weight)
+            figures["repeat and unpack, ms"] = 1e3 * seconds(session.device, work, runs)
+            figures["bytes sent"] = values.nbytes + scales.nbytes
+
+
 class Block(NamedTuple):
     """What a process of the session does, and the minutes that it may take."""
 
@@ -648,6 +683,7 @@ BLOCKS: dict[str, Block] = {
     "start": Block(1, (start,)),
     "mixture-1.7b": _run("mixture-1.7b", minutes=1.5),
     "experts": Block(1, (experts,)),
+    "fp8-gather": Block(0.5, (fp8_gather,)),
     "chunks": Block(1, (chunks,)),
     # A fraction of the tokens of a real step, so that a step can be profiled.
     "8b-none": _run("8b-none"),

@@ -273,6 +273,13 @@ def test_ddp_sends_each_gradient_twice_and_fsdp_gathers_weights_twice() -> None:
     gathered = 2 * (2 * weights - outside) * fsdp.accumulation
     assert by_kind["all-gather of weights"] == gathered * 7 / 8
     assert by_kind["reduce-scatter of gradients"] == FP32 * weights * 7 / 8
+    in_fp8 = large(
+        "parallel.replicate=1", "parallel.shard=-1", "train.micro_batch=64", "train.precision=fp8"
+    )
+    (of_weights,) = [one for one in collective_costs(in_fp8) if one.kind.endswith("of weights")]
+    norms = 32 * 2 * 4096
+    gathered = 2 * (weights - outside) + 2 * norms + 2 * outside
+    assert of_weights.bytes == gathered * fsdp.accumulation * 7 / 8
 
 
 def test_a_run_is_cut_into_jobs_by_its_time_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from support.guarded_runs import build
 from support.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtt.config.parallel import Sizes
@@ -195,22 +197,47 @@ def test_two_ranks_compute_what_one_does_but_for_the_rounding_of_sums(by: str) -
     assert (y.float() - plain).norm() > 3 * BF16 * plain.norm()  # in fp8
 
 
-# ---- a run ---------------------------------------------------------------------------------------
+# ---- gathered by FSDP2, and whole runs -----------------------------------------------------------
+
+LAYOUTS = {"tensor": ["parallel.tensor=2"], "shard": ["parallel.shard=2"]}
 
 
-def trained(world: World, folder: Path, tokens: Path, precision: str) -> str:
-    """Train, or continue, a run on tensor-parallel ranks; return its folder of the last step."""
+def trained(
+    world: World, folder: Path, tokens: Path, layout: str, how: str
+) -> tuple[str, list[float], set[tuple[str, str]]]:
+    """Train, or continue, a run on two ranks.
+
+    Return the folder of its last step, its losses, and the dtypes in which weights were gathered.
+    """
     # A benchmark on a CPU would find no speedup.
     fp8.find_gains = lambda layers, seconds: dict.fromkeys(layers.values(), 2.0)
+    if how == "gathered in bf16":
+        fp8.gather_in_fp8 = lambda model, mesh: None
+    pack, gathered = fp8._pack, set()
+
+    def watch(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        packed = pack(mesh, outer_size, outer_stride, module, mp_policy)
+        gathered.add(tuple(str(tensor.dtype) for tensor in packed[0]))
+        return packed
+
+    fp8._pack = watch
+    precision = "bf16" if how == "bf16" else "fp8"
     trainer = build(
-        world, folder, tokens, "model.dim=32", f"train.precision={precision}", "parallel.tensor=2",
-        "train.remat=full", "train.compile=false", "train.steps=4", "checkpoint.every=2",
+        world, folder, tokens, "model.dim=32", f"train.precision={precision}", *LAYOUTS[layout],
+        "train.remat=full", "train.compile=false", "train.steps=4", "train.log_every=1",
+        "checkpoint.every=2",
     )  # fmt: skip
     assert trainer.run()
-    return str(next(folder.rglob("step-000004")))
+    last = next(folder.rglob("step-000004"))
+    lines = (last.parents[1] / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return str(last), [one["loss"] for one in records if one["kind"] == "train"], gathered  # type: ignore[return-value]
 
 
-def test_a_resumed_run_in_fp8_ends_bit_for_bit_the_same(tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_in_fp8_ends_bit_for_bit_the_same(
+    tokens: Path, tmp_path: Path, layout: str
+) -> None:
     files: dict[str, list[bytes]] = {}
     for name in ("bf16", "whole", "resumed"):
         folder = tmp_path / name
@@ -218,9 +245,49 @@ def test_a_resumed_run_in_fp8_ends_bit_for_bit_the_same(tokens: Path, tmp_path: 
         if name == "resumed":
             shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
             shutil.rmtree(next(folder.rglob("step-000004")))
-        precision = "bf16" if name == "bf16" else "fp8"
-        last, _ = on_ranks(2, trained, folder, tokens, precision)
+        (last, _, gathered), _ = on_ranks(2, trained, folder, tokens, layout, name)
+        in_fp8 = layout == "shard" and name != "bf16"
+        assert gathered == ({("torch.uint8", "torch.float32")} if in_fp8 else set())
         files[name] = [file.read_bytes() for file in sorted(Path(last).glob("*.safetensors"))]
         assert files[name]
     assert files["whole"] == files["resumed"]
     assert files["whole"] != files["bf16"]
+
+
+def test_weights_gathered_in_fp8_have_the_products_of_those_gathered_in_bf16(
+    tokens: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name in ("gathered in bf16", "gathered in fp8"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (_, losses, gathered), _ = on_ranks(2, trained, folder, tokens, "shard", name)
+        assert len(losses) == 4
+        assert bool(gathered) == (name == "gathered in fp8")
+        found[name] = losses
+    in_bf16, in_fp8 = found.values()
+    assert in_fp8[0] == in_bf16[0]
+    # Later ones follow gradients of inputs, in which the smallest numbers of a row can differ.
+    assert in_fp8 == pytest.approx(in_bf16, rel=1e-4)
+
+
+def test_a_weight_that_is_packed_and_unpacked_has_its_numbers_in_fp8() -> None:
+    _, weight, _ = given()
+    weight[3, 5] = torch.inf
+    layer, policy = nn.Linear(INPUTS, OUTPUTS), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    layer.weight.data = weight.float()
+    (values, scales), metadata = fp8._pack(None, weight.shape, weight.stride(), layer, policy)  # type: ignore[arg-type]
+    assert values.nbytes == weight.numel()
+    out, version = torch.zeros(OUTPUTS, INPUTS, dtype=torch.bfloat16), 0
+    fp8._unpack((values.clone(), scales.clone()), metadata, out.dtype, out=out)
+    assert out._version == version
+    first = fp8._unpack((values, scales), metadata, out.dtype)
+    assert first is not None
+    assert torch.equal(first[0].view(torch.int16), out.view(torch.int16))
+    assert values.untyped_storage().size() == scales.untyped_storage().size() == 0
+    assert out[3].isnan().all()
+    kept = [i for i in range(OUTPUTS) if i != 3]
+    assert torch.equal(out[kept].double(), rounded(weight[kept]))
+    # Scaled by row again, nothing is rounded.
+    again, its_scales = fp8.quantize(out[kept])
+    assert torch.equal(again.float() * its_scales, out[kept].float())

@@ -16,6 +16,7 @@ from math import prod
 from dtt.estimate import optimizer_cost
 from dtt.estimate.activations import received
 from dtt.estimate.case import EXPERTS, FP32, Case, Weight, numbers
+from dtt.train.precision import Precision
 
 LINK = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach."""
@@ -71,7 +72,8 @@ def _link(case: Case, ranks: int) -> float:
 def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     """Yield the communication of FSDP2, HSDP or DDP.
 
-    FSDP2 all-gathers weights in the compute dtype in every micro-batch: an untied head once, or up
+    FSDP2 all-gathers weights in the compute dtype (fp8: matrices of blocks in fp8) in every
+    micro-batch: an untied head once, or up
     to three times if its rank has several stages, the
     others outside of blocks once for each stage of a rank, those of blocks in the forward pass, and
     in the backward pass again if they were resharded in between. It reduce-scatters gradients in
@@ -107,8 +109,8 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
         (blocks, outside, first, "", case.spread, inner),
         (experts, 0, none, " of experts", spread, case.cfg.parallel.expert),
     ):
-        gathered = case.accumulation * (passes * bytes_gathered(case, weights) + more)
-        kind, begin = f"all-gather of weights{name}", bytes_gathered(case, at_ends)
+        gathered = case.accumulation * (passes * _bytes_sent(case, weights) + more)
+        kind, begin = f"all-gather of weights{name}", _bytes_sent(case, at_ends)
         yield _cost(case, kind, gathered, n, stride, hidden=True, ends=begin)
         own = _trained(weights)
         if not name:
@@ -130,6 +132,15 @@ def bytes_gathered(case: Case, weights: Iterable[Weight]) -> int:
     """Return the bytes of gathered `weights`: in the compute dtype, or in 4 bits."""
     sizes = ((w.itemsize if w.quantized else case.product_bytes) * prod(w.part) for w in weights)
     return round(sum(sizes))
+
+
+def _bytes_sent(case: Case, weights: Iterable[Weight]) -> int:
+    """Return the bytes that ranks send of gathered `weights`; fp8's scales of rows are left out."""
+    weights = list(weights)
+    if case.precision is not Precision.FP8:
+        return bytes_gathered(case, weights)
+    in_fp8 = [w for w in weights if w.in_block and len(w.shape) == 2]
+    return bytes_gathered(case, weights) - (case.product_bytes - 1) * numbers(in_fp8)
 
 
 def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:

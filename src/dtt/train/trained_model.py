@@ -154,6 +154,8 @@ def assemble(
     if mesh.sharded:
         # Values follow from the seed and the name.
         allocate_shards(model, world.device)
+        if plan.precision is Precision.FP8:
+            fp8.gather_in_fp8(model, mesh)
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
     params = params_of(model, mesh)

@@ -90,14 +90,15 @@ class InFp8(dtt.Objective):
 '''
 
 
-def test_fp8_on_two_tensor_parallel_ranks_trains_as_on_one(
-    dtt: Dtt, tokens: Path, device: str
+@pytest.mark.parametrize("layout", ["tensor", "shard"])
+def test_fp8_on_two_ranks_trains_as_on_one(
+    dtt: Dtt, tokens: Path, device: str, layout: str
 ) -> None:
     (dtt.folder / "in_fp8.py").write_text(IN_FP8)
     keys = [f"data.tokens={tokens}", f"train.device={device}", *SIZES, "train.steps=4"]
     keys += ["objective.type=in_fp8.py:InFp8", "parallel.replicate=1"]
     log = train(dtt, 1, *keys, "name=one", "train.precision=fp8")
-    log += train(dtt, 2, *keys, "name=two", "train.precision=fp8", "parallel.tensor=2")
+    log += train(dtt, 2, *keys, "name=two", "train.precision=fp8", f"parallel.{layout}=2")
     train(dtt, 1, *keys, "name=bf16", "train.precision=bf16")
     assert log.count("fp8: ") == 2, log
     assert "training continues uncompiled" not in log
