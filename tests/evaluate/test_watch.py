@@ -222,7 +222,7 @@ def test_how_an_evaluation_ends_follows_from_the_files_and_the_attempts(job: Job
     one.scan()
     one.waiting = {5}
     assert (linked / store.POSITION).samefile(saved / store.POSITION)
-    saved.rename(job.root / "deleted")  # keeps its inode, which a new folder would take
+    shutil.rmtree(saved)  # a new folder may take its inode
     store.verify(linked)
     for _ in range(RETRIES + 1):
         assert one.ended == {}

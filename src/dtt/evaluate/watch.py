@@ -14,7 +14,6 @@ What is left to do follows from these files, so the next watch also repeats what
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
@@ -193,8 +192,9 @@ class Watch:
         self.waiting: set[int] = set()
         self.ended: dict[int, str] = {}  # how the evaluation of each step ended
         self.failures: dict[int, list[tuple[str, ExitCode]]] = {}  # of each step, per attempt
-        self._seen: dict[int, int] = {}
-        """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Inode and time of the checkpoint folder of each step that was found; 0 if there are only
+        links."""
         self._lock = threading.Lock()
         self._asked = -SECONDS_BETWEEN_QUERIES
         self._sign_of_life = time.monotonic()
@@ -226,7 +226,7 @@ class Watch:
         """Scan for new checkpoints in a thread inside the context."""
         for folder in self.job.evals.glob(f"step-*/{LINKS}"):  # of a watch that was interrupted
             for step in store.steps(folder):
-                self._seen[step] = 0
+                self._seen[step] = 0, 0
                 self.waiting.add(step)
         over = threading.Event()
 
@@ -249,19 +249,20 @@ class Watch:
         """Find new checkpoints, and protect those that are not evaluated yet from retention."""
         folder = self.job.checkpoints
         with self._lock:
-            # A long job has many checkpoints: listed once, and only new ones are looked into.
-            listed = list(os.scandir(folder)) if folder.is_dir() else []
-            inodes = {entry.name: entry.inode() for entry in listed}
             for step in store.steps(folder):
-                inode = inodes.get(self.saved(step).name)
-                # None: it appeared just now, and the next scan finds it. Another inode: training
-                # started again at an earlier step, and its weights are others.
-                if inode is None or self._seen.get(step) == inode:
+                try:
+                    status = self.saved(step).stat()
+                except FileNotFoundError:
+                    continue  # deleted meanwhile
+                # Others: training started again at an earlier step, and its weights are others. A
+                # new folder may have the inode of the deleted one, but not its time.
+                version = status.st_ino, status.st_mtime_ns
+                if self._seen.get(step) == version:
                     continue
                 if self.evaluated(step) is None:
                     self.protect(step)
                 self._sign_of_life = time.monotonic()
-                self._seen[step] = inode
+                self._seen[step] = version
                 self.failures.pop(step, None)  # of other weights
                 self.waiting.add(step)
 
