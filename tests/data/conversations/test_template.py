@@ -215,10 +215,10 @@ def test_no_pause_of_the_machine_decides_over_a_row(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sandbox, "thread_time", lambda: next(times, seconds))
 
     for _ in range(COSTLY_SHARE):
-        pause(20)
+        pause(3)
         assert template.render(HELLO) == expected
-    pause(40)
-    with pytest.raises(RefusedRow, match="more than 30 s"):
+    pause(5)
+    with pytest.raises(RefusedRow, match="more than 4 s"):
         template.render(HELLO)
 
 
@@ -229,7 +229,7 @@ def test_a_large_row_is_refused_and_a_template_that_refuses_many_ends_the_run() 
     many = parse_prompt({"prompt": "many"})
     for _ in range(COSTLY_SHARE):
         template.render(HELLO)
-    with pytest.raises(RefusedRow, match="more than 2,000,000 steps"):
+    with pytest.raises(RefusedRow, match="more than 500,000 steps"):
         template.render(many)
     with pytest.raises(InputError, match="the chat template takes too much time or memory"):
         template.render(many)

@@ -25,14 +25,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 
-MAX_STEPS = 2_000_000
+MAX_STEPS = 500_000
 """Maximum number of turns of loops and of calls in one render, which usually takes a hundred.
 
 A number of steps, because a limit in seconds is reached by other rows on another machine: with 1 s
 of CPU time, one of many runs of a test on a busy machine lost a row (a collection of garbage and
 the pauses of a virtual machine count too), and a user would have got other token files.
 """
-MAX_SECONDS = 30.0
+MAX_SECONDS = 4.0
 """Maximum CPU time of one render, which usually takes 0.1 ms.
 
 It ends what a few steps of C code can do, such as 90,000 sums of 90,000 numbers. It is read at each
