@@ -90,7 +90,10 @@ def test_what_is_not_kept_is_named() -> None:
         "parallel.tensor=4", "parallel.context=2", "launch.nodes=32", "launch.gpus_per_node=8",
     )  # fmt: skip
     notes = "\n".join([*shrink(cfg).notes, *not_covered(cfg)])
-    for named in ("model.dropout=0.1", "train.precision=fp8", "eval.tasks", "parallel.shard=16"):
+    for named in (
+        "model.dropout=0.1", "train.precision=fp8", "eval.tasks", "parallel.shard=16",
+        "parallel.reduce=auto",
+    ):  # fmt: skip
         assert named in notes
     assert "replicate 2 x shard 2 x context 2 x tensor 2" in notes
     assert "parallel.context" not in notes

@@ -103,6 +103,9 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
         }
         rows = _checked(values | of_rows, type(cfg))
     shrinking.note(cfg.eval.tasks, "eval.tasks (left out)")
+    # The gradients of a small model never take a quarter of a device.
+    auto = cfg.parallel.reduce == "auto" and cfg.parallel.shard != 1
+    shrinking.note(auto, "parallel.reduce=auto (here as last; set each to verify that)")
     return Small(
         _checked(values, type(cfg)),
         _checked(_texts(values), type(cfg)),

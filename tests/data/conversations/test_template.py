@@ -229,7 +229,7 @@ def test_a_large_row_is_refused_and_a_template_that_refuses_many_ends_the_run() 
     many = parse_prompt({"prompt": "many"})
     for _ in range(COSTLY_SHARE):
         template.render(HELLO)
-    with pytest.raises(RefusedRow, match="more than 500,000 steps"):
+    with pytest.raises(RefusedRow, match="more than 200,000 steps"):
         template.render(many)
     with pytest.raises(InputError, match="the chat template takes too much time or memory"):
         template.render(many)

@@ -25,12 +25,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 
-MAX_STEPS = 500_000
+MAX_STEPS = 200_000
 """Maximum number of turns of loops and of calls in one render, which usually takes a hundred.
 
 A number of steps, because a limit in seconds is reached by other rows on another machine: with 1 s
 of CPU time, one of many runs of a test on a busy machine lost a row (a collection of garbage and
-the pauses of a virtual machine count too), and a user would have got other token files.
+the pauses of a virtual machine count too), and a user would have got other token files. On a slow
+machine a step takes 2 to 11 microseconds, so that all take less than MAX_SECONDS.
 """
 MAX_SECONDS = 4.0
 """Maximum CPU time of one render, which usually takes 0.1 ms.

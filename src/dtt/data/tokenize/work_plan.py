@@ -204,7 +204,8 @@ def _divide(
             f"tokenize.unit_bytes={cfg.unit_bytes} is not the size of the selection's units",
             where=corpus.selection.folder,
             why="a selection numbers documents by unit, so the units must be the same",
-            next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it",
+            next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it; token files in units of "
+            "another size are replaced with --overwrite",
         )
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
     units = corpus.units(unit_bytes)
